@@ -1,0 +1,10 @@
+"""Kernels for DeepSeek V4 over a full-width (512-wide, BF16 or per-tensor E4M3) KV cache.
+
+Needs torch and triton, not vLLM: imports inside the package are relative, so that it can be tested alone
+and lands unchanged in `vllm/third_party/`.
+"""
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from . import interpreter  # noqa: F401  (patches Triton's interpreter)
