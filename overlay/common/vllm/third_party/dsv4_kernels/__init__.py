@@ -8,3 +8,8 @@ import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from . import interpreter  # noqa: F401  (patches Triton's interpreter)
+
+from .interface import PROVIDERS, pick_provider, sparse_mla  # noqa: E402
+from .sparse_index import SparseIndexTable, build_sparse_index_table  # noqa: E402
+
+__all__ = ["PROVIDERS", "SparseIndexTable", "build_sparse_index_table", "pick_provider", "sparse_mla"]

@@ -1,0 +1,246 @@
+"""`sparse_mla`: FlashInfer's DeepSeek V4 call, served by whichever provider fits the GPU.
+
+The names, shapes and meaning of the arguments are those of
+`flashinfer.mla.trtllm_batch_decode_sparse_mla_dsv4`, so that a caller can move between the two.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIM = 512
+SWA_COLUMNS = 128
+MAX_HEADS = 128
+PROVIDERS = ("reference", "triton")
+_POOL_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class SparseMLACall:
+    """A validated call in the one form that providers see: flat tokens, `[pages, page, 512]` pools.
+
+    query            [tokens, heads, 512] BF16 or E4M3
+    swa_pool         [pages, page, 512] BF16 or E4M3, rows contiguous, any page and row stride
+    compressed_pool  the same, its page size may differ
+    indices          [tokens, columns] int32, flat rows: SWA in columns 0-127, compressed from 128 on
+    topk_lens        [tokens] int32: 128 + how many columns from 128 on are keys
+    visible          [tokens] int32, cached tokens that the query token sees: min(visible, 128) SWA columns
+                     are keys; <= 0 marks padding, which has no key at all whatever topk_lens says
+    out              [tokens, heads, 512] BF16
+    bmm1_scale       float, or a one-element float32 tensor: multiplies q k before the softmax
+    bmm2_scale       the same, multiplies the output
+    sinks            [heads] float32, or None
+    """
+
+    query: torch.Tensor
+    swa_pool: torch.Tensor
+    compressed_pool: torch.Tensor
+    indices: torch.Tensor
+    topk_lens: torch.Tensor
+    visible: torch.Tensor
+    out: torch.Tensor
+    bmm1_scale: float | torch.Tensor
+    bmm2_scale: float | torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def sparse_mla(
+    query: torch.Tensor,
+    swa_kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor | None,
+    sparse_indices: torch.Tensor,
+    compressed_kv_cache: torch.Tensor | None,
+    sparse_topk_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "HND",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    enable_pdl: bool | None = None,
+    *,
+    provider: str | None = None,
+) -> torch.Tensor:
+    """Attention of each query token over the cache rows that its index table names.
+
+    With K = V = the rows, for every token and head h:
+
+        s_j   = bmm1_scale * <q, row_j>
+        out   = bmm2_scale * sum_j exp(s_j) row_j / (sum_j exp(s_j) + exp(sink_h))
+
+    Args:
+        query: `[batch, q_len, heads, 512]`, or `[sum_q, heads, 512]` together with `cum_seq_lens_q` and
+            `max_q_len`. BF16 or E4M3 (over E4M3 pools), 1 to 128 heads, last dimension contiguous.
+        swa_kv_cache: sliding-window pool, `[pages, 1, page, 512]` (HND) or `[pages, page, 1, 512]` (NHD),
+            BF16 or E4M3; rows contiguous, any stride between pages.
+        workspace_buffer: scratch of FlashInfer's kernels; the providers here allocate their own, None will do.
+        sparse_indices: int32 `[sum_q, width]`, `width >= 128` and a multiple of 4, flat rows of the pools:
+            columns 0-127 index the SWA pool, columns from 128 on the compressed pool. A negative entry is
+            never read; entries past the lengths may be stale.
+        compressed_kv_cache: pool of the columns from 128 on, same dtype as the SWA pool; its page size may
+            differ. None (or the SWA pool) for a layer that has the window only.
+        sparse_topk_lens: int32 `[sum_q]`, **including the fixed 128**: `128 + compressed keys`.
+        seq_lens: int32 `[batch]`, tokens in the cache of each request, its query tokens included. Query
+            token i of q_len sees `min(seq_len - q_len + i + 1, 128)` SWA columns; a request with
+            `seq_len <= 0` is padding and its output is zero.
+        out: BF16, `query`'s shape; allocated when None.
+        bmm1_scale, bmm2_scale: softmax scale times q and kv scales; kv scale. A float, or a one-element
+            float32 tensor on the GPU.
+        sinks: float32 `[heads]`.
+        kv_layout: "HND" or "NHD".
+        cum_seq_lens_q: int32 `[batch + 1]`, first query token of each request, for ragged queries.
+        max_q_len: longest query of a ragged batch.
+        enable_pdl: accepted for FlashInfer's sake, without effect here.
+        provider: "reference" or "triton"; None picks (`pick_provider` says why).
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it and says what fits.
+    """
+    call = _validate(
+        query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out,
+        bmm1_scale, bmm2_scale, sinks, kv_layout, cum_seq_lens_q, max_q_len,
+    )  # fmt: skip
+    name = provider or pick_provider(query.device.type)[0]
+    if name not in PROVIDERS:
+        raise ValueError(f"sparse_mla has no provider {name!r}; it has {', '.join(PROVIDERS)}.")
+    if call.query.shape[0]:
+        _load_provider(name)(call)
+    return call.out.view(query.shape) if out is None else out
+
+
+@functools.cache
+def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
+    # Imported on first use: a provider may need more than torch (Triton, later FlashInfer or our CUDA).
+    if name == "reference":
+        from .reference import sparse_mla_reference as run
+    else:
+        from .triton_sparse_mla import sparse_mla_triton as run
+    return run
+
+
+@functools.cache
+def pick_provider(device_type: str) -> tuple[str, str]:
+    """The provider for tensors on `device_type` ("cuda", "cpu"), and the reason in words for the log."""
+    if device_type == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        return "triton", f"the portable Triton kernels serve compute capability {major}.{minor}"
+    return "reference", f"the Triton kernels need a GPU and the tensors are on {device_type}"
+
+
+def _validate(
+    query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out,
+    bmm1_scale, bmm2_scale, sinks, kv_layout, cum_seq_lens_q, max_q_len,
+) -> SparseMLACall:  # fmt: skip
+    ragged = cum_seq_lens_q is not None
+    if ragged != (max_q_len is not None):
+        raise ValueError("sparse_mla: cum_seq_lens_q and max_q_len go together; pass both or neither.")
+    if query.dim() != (3 if ragged else 4) or query.shape[-1] != HEAD_DIM:
+        form = "[sum_q, heads, 512] with cum_seq_lens_q" if ragged else "[batch, q_len, heads, 512]"
+        raise ValueError(f"sparse_mla: query must be {form}, got {tuple(query.shape)}.")
+    heads = query.shape[-2]
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"sparse_mla: 1 to {MAX_HEADS} heads are served, query has {heads}.")
+    if query.dtype not in _POOL_DTYPES:
+        raise ValueError(f"sparse_mla: query must be bfloat16 or float8_e4m3fn, got {query.dtype}.")
+    if compressed_kv_cache is None:
+        compressed_kv_cache = swa_kv_cache
+    swa_pool = _pool(swa_kv_cache, "swa_kv_cache", kv_layout)
+    compressed_pool = _pool(compressed_kv_cache, "compressed_kv_cache", kv_layout)
+    if swa_pool.dtype != compressed_pool.dtype:
+        raise ValueError(
+            f"sparse_mla: both pools must have one dtype, got {swa_pool.dtype} and {compressed_pool.dtype}."
+        )
+    if query.dtype == torch.float8_e4m3fn and swa_pool.dtype != query.dtype:
+        raise ValueError("sparse_mla: an E4M3 query needs E4M3 pools, these are bfloat16.")
+    if out is None:
+        out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
+    elif out.shape != query.shape or out.dtype != torch.bfloat16 or out.stride(-1) != 1:
+        raise ValueError(
+            f"sparse_mla: out must be bfloat16 of query's shape {tuple(query.shape)} with contiguous rows, "
+            f"got {out.dtype} {tuple(out.shape)}."
+        )
+    q_len = query.shape[1] if not ragged else 1
+    try:  # Flattening must not copy: providers write through `out`.
+        flat_query, flat_out = query.view(-1, heads, HEAD_DIM), out.view(-1, heads, HEAD_DIM)
+    except RuntimeError:
+        raise ValueError(
+            "sparse_mla: the batch and q_len dimensions of query and out must merge without a copy."
+        ) from None
+    tokens = flat_query.shape[0]
+    width = sparse_indices.shape[-1]
+    if sparse_indices.shape != (tokens, width) or width < SWA_COLUMNS or width % 4:
+        raise ValueError(
+            f"sparse_mla: sparse_indices must be [{tokens}, width] with width >= 128 and a multiple of 4, "
+            f"got {tuple(sparse_indices.shape)}."
+        )
+    requests = cum_seq_lens_q.numel() - 1 if ragged else query.shape[0]
+    for name, tensor, length in (
+        ("sparse_topk_lens", sparse_topk_lens, tokens),
+        ("seq_lens", seq_lens, requests),
+    ):
+        if tensor.shape != (length,):
+            raise ValueError(f"sparse_mla: {name} must be [{length}], got {tuple(tensor.shape)}.")
+    for name, tensor in (
+        ("sparse_indices", sparse_indices),
+        ("sparse_topk_lens", sparse_topk_lens),
+        ("seq_lens", seq_lens),
+        ("cum_seq_lens_q", cum_seq_lens_q),
+    ):
+        if tensor is not None and tensor.dtype != torch.int32:
+            raise ValueError(f"sparse_mla: {name} must be int32, got {tensor.dtype}.")
+    if sparse_indices.stride(-1) != 1 or query.stride(-1) != 1:
+        raise ValueError("sparse_mla: the last dimension of query and sparse_indices must be contiguous.")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32):
+        raise ValueError(
+            f"sparse_mla: sinks must be float32 [{heads}], got {sinks.dtype} {tuple(sinks.shape)}."
+        )
+    return SparseMLACall(
+        query=flat_query,
+        swa_pool=swa_pool,
+        compressed_pool=compressed_pool,
+        indices=sparse_indices,
+        topk_lens=sparse_topk_lens,
+        visible=_visible_tokens(seq_lens, cum_seq_lens_q, tokens, q_len),
+        out=flat_out,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=sinks,
+    )
+
+
+def _pool(cache: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
+    """A cache in either layout as `[pages, page, 512]`."""
+    if kv_layout not in ("HND", "NHD"):
+        raise ValueError(f'sparse_mla: kv_layout must be "HND" or "NHD", got {kv_layout!r}.')
+    head_axis = 1 if kv_layout == "HND" else 2
+    if cache.dim() != 4 or cache.shape[head_axis] != 1 or cache.shape[-1] != HEAD_DIM:
+        form = "[pages, 1, page, 512]" if kv_layout == "HND" else "[pages, page, 1, 512]"
+        raise ValueError(f"sparse_mla: {name} must be {form} ({kv_layout}), got {tuple(cache.shape)}.")
+    if cache.dtype not in _POOL_DTYPES or cache.stride(-1) != 1:
+        raise ValueError(
+            f"sparse_mla: {name} must hold contiguous rows of bfloat16 or float8_e4m3fn, got {cache.dtype}."
+        )
+    return cache.squeeze(head_axis)
+
+
+def _visible_tokens(
+    seq_lens: torch.Tensor, cum_seq_lens_q: torch.Tensor | None, tokens: int, q_len: int
+) -> torch.Tensor:
+    """Cached tokens that each query token sees, int32 `[tokens]`, on the device and without a sync."""
+    if cum_seq_lens_q is None:
+        if q_len == 1:
+            return seq_lens
+        offset = torch.arange(1 - q_len, 1, dtype=torch.int32, device=seq_lens.device)
+        return (seq_lens[:, None] + offset).where(seq_lens[:, None] > 0, 0).view(tokens)
+    token = torch.arange(tokens, dtype=torch.int32, device=seq_lens.device)
+    request = torch.searchsorted(cum_seq_lens_q, token, right=True, out_int32=True) - 1
+    request = request.clamp(0, seq_lens.numel() - 1)
+    visible = seq_lens[request] - (cum_seq_lens_q[request + 1] - 1 - token)
+    return visible.where((token < cum_seq_lens_q[-1]) & (seq_lens[request] > 0), 0)

@@ -1,0 +1,166 @@
+"""The index table of `sparse_mla` for a mixed batch (decodes first), built on the GPU from vLLM's metadata."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .interface import SWA_COLUMNS
+
+_SWA_COLUMNS = tl.constexpr(SWA_COLUMNS)
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class SparseIndexTable:
+    """What `sparse_mla` takes for queries of one token each (`[tokens, 1, heads, 512]`).
+
+    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of the compressed pool
+    lens     [tokens] int32, 128 + compressed keys: `sparse_topk_lens`
+    visible  [tokens] int32, cached tokens up to and including this one, 0 for padding: `seq_lens`
+    """
+
+    indices: torch.Tensor
+    lens: torch.Tensor
+    visible: torch.Tensor
+
+
+def table_width(compressed_rows: int) -> int:
+    """Columns for up to `compressed_rows` compressed keys; a multiple of 16, so that rows stay aligned."""
+    return SWA_COLUMNS + triton.cdiv(compressed_rows, 16) * 16
+
+
+def build_sparse_index_table(
+    token_to_request: torch.Tensor,
+    is_valid_token: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    swa_block_table: torch.Tensor,
+    swa_block_size: int,
+    num_tokens: int,
+    compress_ratio: int = 1,
+    compressed_block_table: torch.Tensor | None = None,
+    compressed_block_size: int = 1,
+    compressed_width: int = 0,
+    topk_indices: torch.Tensor | None = None,
+) -> SparseIndexTable:
+    """Rows of the window and of the compressed cache that each token attends to.
+
+    A token at position p sees the window `[max(0, p - 127), p]`, oldest first, and of the `(p + 1) //
+    compress_ratio` compressed rows so far either those that the indexer picked (`topk_indices`) or all.
+    Lengths follow from positions alone: rows of the inputs that belong to padding may be stale.
+
+    Args:
+        token_to_request: int32 `[>= num_tokens]`, the request of each token.
+        is_valid_token: bool `[>= num_tokens]`, False for CUDA-graph padding.
+        query_start_loc: int32 `[requests + 1]`; seq_lens: int32 `[requests]`, query tokens included.
+        swa_block_table: int32 `[requests, blocks]`; a block holds `swa_block_size` rows.
+        num_tokens: tokens to build for.
+        compress_ratio: 1 (window only), 4 or 128.
+        compressed_block_table: int32 `[requests, blocks]`; a block holds `compressed_block_size` rows.
+        compressed_width: the most compressed keys a token can have; sets the table's width.
+        topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows counted within the
+            request, valid ones first; None takes every compressed row in order.
+    """
+    width = table_width(compressed_width)
+    device = seq_lens.device
+    indices = torch.empty(num_tokens, width, dtype=torch.int32, device=device)
+    lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    visible = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    if num_tokens:
+        has_compressed = compressed_block_table is not None
+        _build_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+            indices,
+            lens,
+            visible,
+            token_to_request,
+            is_valid_token,
+            query_start_loc,
+            seq_lens,
+            swa_block_table,
+            swa_block_table.stride(0),
+            swa_block_size,
+            compressed_block_table,
+            compressed_block_table.stride(0) if has_compressed else 0,
+            compressed_block_size,
+            topk_indices,
+            topk_indices.stride(0) if topk_indices is not None else 0,
+            width,
+            compressed_width,
+            COMPRESS_RATIO=compress_ratio,
+            BLOCK=_BLOCK,
+            num_warps=1,
+        )
+    return SparseIndexTable(indices, lens, visible)
+
+
+# The width of a C128A table follows the longest sequence of the step; it must not select a new kernel.
+@triton.jit(do_not_specialize=["width", "compressed_width"])
+def _build_kernel(
+    indices_ptr,
+    lens_ptr,
+    visible_ptr,
+    token_to_request_ptr,
+    is_valid_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    swa_block_table_ptr,
+    swa_block_table_stride,
+    swa_block_size,
+    compressed_block_table_ptr,
+    compressed_block_table_stride,
+    compressed_block_size,
+    topk_ptr,
+    topk_stride,
+    width,
+    compressed_width,
+    COMPRESS_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if tl.load(is_valid_ptr + token) == 0:
+        if part == 0:
+            tl.store(lens_ptr + token, _SWA_COLUMNS)
+            tl.store(visible_ptr + token, 0)
+        return
+    request = tl.load(token_to_request_ptr + token).to(tl.int64)
+    to_end = tl.load(query_start_loc_ptr + request + 1) - token.to(tl.int32)
+    visible = tl.load(seq_lens_ptr + request) - to_end + 1
+    row_ptr = indices_ptr + token * width
+
+    if part == 0:
+        offset = tl.arange(0, _SWA_COLUMNS)
+        first = tl.maximum(visible - _SWA_COLUMNS, 0)
+        active = offset < visible
+        position = first + offset
+        block = tl.load(
+            swa_block_table_ptr + request * swa_block_table_stride + position // swa_block_size,
+            mask=active,
+            other=0,
+        )
+        tl.store(row_ptr + offset, tl.where(active, block * swa_block_size + position % swa_block_size, -1))
+        compressed_len = 0
+        if compressed_block_table_ptr is not None:
+            compressed_len = tl.minimum(visible // COMPRESS_RATIO, compressed_width)
+        tl.store(lens_ptr + token, _SWA_COLUMNS + compressed_len)
+        tl.store(visible_ptr + token, visible)
+    elif compressed_block_table_ptr is not None:
+        offset = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        active = offset < tl.minimum(visible // COMPRESS_RATIO, compressed_width)
+        local = offset
+        if topk_ptr is not None:
+            local = tl.load(topk_ptr + token * topk_stride + offset, mask=active, other=-1)
+            active &= local >= 0
+        block = tl.load(
+            compressed_block_table_ptr + request * compressed_block_table_stride + local // compressed_block_size,
+            mask=active,
+            other=0,
+        )
+        flat = block * compressed_block_size + local % compressed_block_size
+        tl.store(
+            row_ptr + _SWA_COLUMNS + offset,
+            tl.where(active, flat, -1),
+            mask=_SWA_COLUMNS + offset < width,
+        )

@@ -1,0 +1,95 @@
+"""The index table against a loop over positions, written from the meaning of the columns."""
+
+import pytest
+import torch
+from dsv4_kernels import build_sparse_index_table
+
+STALE = 7_777_777
+
+
+class Batch:
+    """A decode-first batch with block tables of shuffled blocks, stale past what a request uses."""
+
+    def __init__(self, device, query_lens, seq_lens, ratio, topk=None, padding=0, seed=0):
+        gen = torch.Generator().manual_seed(seed)
+        self.device, self.ratio, self.topk = device, ratio, topk
+        self.query_lens, self.seq_lens, self.padding = query_lens, seq_lens, padding
+        requests, tokens = len(query_lens), sum(query_lens)
+        self.tokens = tokens + padding
+        self.block = {1: 0, 4: 64, 128: 2}[ratio]
+        self.swa_table = self.block_table(gen, 64, max(seq_lens))
+        self.compressed_table = self.block_table(gen, self.block, max(seq_lens) // ratio) if self.block else None
+        self.token_to_request = torch.full((self.tokens,), STALE, dtype=torch.int32)
+        self.token_to_request[:tokens] = torch.repeat_interleave(
+            torch.arange(requests, dtype=torch.int32), torch.tensor(query_lens)
+        )
+        self.valid = torch.arange(self.tokens) < tokens
+        self.picked = None
+        if topk:
+            self.picked = torch.full((self.tokens, topk), STALE, dtype=torch.int32)
+            for token, (_, position) in enumerate(self.positions()):
+                rows = torch.randperm((position + 1) // ratio, generator=gen)[:topk]
+                self.picked[token] = -1
+                self.picked[token, : len(rows)] = rows
+
+    def block_table(self, gen, block, rows):
+        blocks = -(-max(rows, 1) // block)
+        table = torch.full((len(self.seq_lens), blocks + 3), STALE, dtype=torch.int32)
+        order = torch.randperm(len(self.seq_lens) * blocks, generator=gen).int()
+        table[:, :blocks] = order.view(len(self.seq_lens), blocks)
+        return table
+
+    def positions(self):
+        for request, (queries, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            for i in range(queries):
+                yield request, length - queries + i
+
+    def width(self):
+        longest = max(self.seq_lens) // self.ratio
+        return 0 if self.ratio == 1 else self.topk or longest
+
+    def build(self):
+        to = lambda x: None if x is None else x.to(self.device)  # noqa: E731
+        starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return build_sparse_index_table(
+            to(self.token_to_request), to(self.valid), to(starts),
+            torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device), to(self.swa_table), 64,
+            self.tokens, self.ratio, to(self.compressed_table), self.block or 1, self.width(), to(self.picked),
+        )  # fmt: skip
+
+
+CASES = [
+    ([1, 1, 1], [1, 128, 129]),
+    ([1, 2, 5, 300], [4, 127, 133, 300]),
+    ([1, 1, 130], [3000, 700, 900]),
+    ([256, 64], [256, 8192]),
+]
+
+
+@pytest.mark.parametrize("query_lens, seq_lens", CASES)
+@pytest.mark.parametrize("ratio, topk", [(1, None), (4, 512), (4, 64), (128, None)])
+def test_table(device, query_lens, seq_lens, ratio, topk):
+    batch = Batch(device, query_lens, seq_lens, ratio, topk, padding=3, seed=sum(seq_lens))
+    table = batch.build()
+    indices, lens, visible = (x.cpu() for x in (table.indices, table.lens, table.visible))
+    assert indices.shape[1] % 16 == 0 and indices.shape[1] >= 128 + batch.width()
+    for token, (request, position) in enumerate(batch.positions()):
+        window = range(max(0, position - 127), position + 1)
+        expected = [int(batch.swa_table[request, p // 64]) * 64 + p % 64 for p in window]
+        assert indices[token, : len(expected)].tolist() == expected
+        assert (indices[token, len(expected) : 128] == -1).all()
+        assert visible[token] == position + 1
+        count = 0 if ratio == 1 else (position + 1) // ratio
+        rows = range(count) if topk is None else batch.picked[token, : min(count, topk)].tolist()
+        block = batch.block or 1
+        expected = [int(batch.compressed_table[request, r // block]) * block + r % block for r in rows]
+        assert lens[token] == 128 + len(expected)
+        assert indices[token, 128 : 128 + len(expected)].tolist() == expected
+    padding = slice(len(list(batch.positions())), None)
+    assert (visible[padding] == 0).all() and (lens[padding] == 128).all()
+
+
+def test_no_tokens(device):
+    batch = Batch(device, [1], [5], 1)
+    batch.tokens = 0
+    assert batch.build().indices.shape == (0, 128)

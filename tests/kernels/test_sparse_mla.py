@@ -1,0 +1,340 @@
+"""Every provider of `sparse_mla` against a float64 loop over the definition.
+
+Tolerance: the output is BF16, whose rounding alone is a relative error of up to 2^-9 an element and about
+2^-9 / sqrt(3) = 1.1e-3 in the root mean square. The bound on the relative error of a whole output is 2e-3:
+the rounding plus room for the softmax weights, which a provider may round to 2^-12 (fp16).
+"""
+
+import math
+
+import pytest
+import torch
+from dsv4_kernels import pick_provider, sparse_mla
+
+TOLERANCE = 2e-3
+PROVIDERS = ["reference", "triton"]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def exact(query, swa, compressed, indices, topk_lens, visible, bmm1, bmm2, sinks):
+    """Float64, one token and head at a time. Pools are `[pages, page, 512]`."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for token in range(query.shape[0]):
+        seen = int(visible[token])
+        if seen <= 0:
+            continue
+        rows = [row_of(swa, int(i)) for i in indices[token, : min(seen, 128)]]
+        rows += [row_of(compressed, int(i)) for i in indices[token, 128 : int(topk_lens[token])]]
+        keys = torch.stack(rows)
+        for head in range(query.shape[1]):
+            scores = bmm1 * (keys @ query[token, head].cpu().double())
+            sink = -math.inf if sinks is None else float(sinks[head])
+            largest = max(float(scores.max()), sink)
+            weights = torch.exp(scores - largest)
+            total = weights.sum() + math.exp(sink - largest)
+            out[token, head] = bmm2 * (weights @ keys) / total
+    return out
+
+
+def row_of(pool, flat):
+    page = pool.shape[1]
+    return pool[flat // page, flat % page].cpu().double()
+
+
+def relative_error(out, expected):
+    return float((out.cpu().double() - expected).norm() / expected.norm())
+
+
+class Case:
+    """Random pools, tables and lengths; everything that is not a key is poison."""
+
+    def __init__(self, device, *, tokens, heads, q_dtype=BF16, kv_dtype=BF16, swa_page=64, page=64,
+                 width=128 + 64, pages=12, padded=False, scale=None, seed=0, kv_scale=1.0):  # fmt: skip
+        gen = torch.Generator().manual_seed(seed)
+        self.gen, self.device, self.width = gen, device, width
+        self.swa = self.pool(pages, swa_page, kv_dtype, padded)
+        self.compressed = self.pool(pages, page, kv_dtype, padded)
+        self.query = torch.randn(tokens, heads, 512, generator=gen).to(q_dtype).to(device)
+        self.bmm1 = scale or 512**-0.5 * 2.0
+        self.bmm2 = kv_scale
+        self.sinks = torch.randn(heads, generator=gen).to(device)
+        self.visible = torch.randint(1, 400, (tokens,), generator=gen)
+        self.visible[torch.rand(tokens, generator=gen) < 0.3] = 128
+        compressed_lens = torch.randint(0, width - 128 + 1, (tokens,), generator=gen)
+        compressed_lens[::3] = 0
+        self.topk_lens = (128 + compressed_lens).int()
+        self.visible = self.visible.int()
+        self.indices = self.table(pages * swa_page, pages * page)
+
+    def pool(self, pages, page, dtype, padded):
+        # The last page belongs to nobody and is NaN; a padded page stride leaves NaN between the pages.
+        stride = page * 512 + (576 if padded else 0)
+        raw = torch.full((pages + 1, stride), float("nan"))
+        raw[:pages, : page * 512] = torch.randn(pages, page * 512, generator=self.gen)
+        raw = raw.to(dtype).to(self.device)
+        return raw[:, : page * 512].unflatten(1, (page, 512))
+
+    def table(self, swa_rows, rows):
+        """Flat rows; past the lengths -1 on even tokens and stale rows (the NaN page) on odd ones."""
+        tokens = self.query.shape[0]
+        indices = torch.empty(tokens, self.width, dtype=torch.int32)
+        for token in range(tokens):
+            indices[token, :128] = -1 if token % 2 == 0 else swa_rows
+            indices[token, 128:] = -1 if token % 2 == 0 else rows
+            n = max(0, min(int(self.visible[token]), 128))
+            indices[token, :n] = torch.randint(0, swa_rows, (n,), generator=self.gen)
+            n = int(self.topk_lens[token]) - 128
+            indices[token, 128 : 128 + n] = torch.randint(0, rows, (n,), generator=self.gen)
+        return indices.to(self.device)
+
+    def expected(self, sinks=True):
+        return exact(
+            self.query, self.swa, self.compressed, self.indices, self.topk_lens, self.visible,
+            self.bmm1, self.bmm2, self.sinks if sinks else None,
+        )  # fmt: skip
+
+    def run(self, provider, *, layout="HND", sinks=True, query=None, seq_lens=None, **more):
+        head_axis = 1 if layout == "HND" else 2
+        query = self.query[:, None] if query is None else query
+        out = torch.full(query.shape, float("nan"), dtype=BF16, device=self.device)
+        arguments = dict(bmm1_scale=self.bmm1, bmm2_scale=self.bmm2, kv_layout=layout)
+        result = sparse_mla(
+            query,
+            self.swa.unsqueeze(head_axis),
+            None,
+            self.indices,
+            self.compressed.unsqueeze(head_axis),
+            self.topk_lens.to(self.device),
+            (self.visible if seq_lens is None else seq_lens).to(self.device),
+            out=out,
+            sinks=self.sinks if sinks else None,
+            provider=provider,
+            **(arguments | more),
+        )
+        assert result is out
+        return out.view(self.query.shape)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("q_dtype, kv_dtype", [(BF16, BF16), (BF16, E4M3), (E4M3, E4M3)])
+@pytest.mark.parametrize("heads", [1, 3, 8, 16, 32, 64, 128])
+def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
+    case = Case(device, tokens=3, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, seed=heads)
+    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_pages_strides_and_layouts(device, provider, kv_dtype, layout, padded):
+    """Page sizes that differ between the pools, as in C128A layers, and padded pages."""
+    case = Case(device, tokens=5, heads=8, kv_dtype=kv_dtype, page=2, pages=40, padded=padded, seed=7)
+    assert relative_error(case.run(provider, layout=layout), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sinks(device, provider, sinks):
+    """A sink of +5 takes most of the weight, so forgetting it (or adding it once a split) shows."""
+    case = Case(device, tokens=4, heads=4, seed=11)
+    case.sinks += 5.0
+    assert relative_error(case.run(provider, sinks=sinks), case.expected(sinks)) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_minimum_and_maximum_lengths(device, provider, kv_dtype):
+    for visible, compressed in [(1, 0), (127, 0), (128, 0), (129, 1), (10_000, 64), (1, 64)]:
+        case = Case(device, tokens=2, heads=8, kv_dtype=kv_dtype, seed=visible)
+        case.visible[:], case.topk_lens[:] = visible, 128 + compressed
+        case.indices = case.table(12 * 64, 12 * 64)
+        assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_padding_tokens_are_zero(device, provider):
+    """Rows of CUDA-graph padding: nothing visible, stale lengths and indices."""
+    case = Case(device, tokens=6, heads=8, seed=3)
+    case.visible[1::2] = torch.tensor([0, -5, 0], dtype=torch.int32)
+    out = case.run(provider)
+    assert torch.equal(out[1::2], torch.zeros_like(out[1::2]))
+    assert relative_error(out, case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_dense_queries_of_several_tokens(device, provider):
+    """[batch, q_len]: token i of q_len sees q_len - 1 - i tokens less than the last."""
+    case = Case(device, tokens=6, heads=8, seed=5)
+    seq_lens = torch.tensor([70, 1000, 2], dtype=torch.int32)
+    case.visible = torch.tensor([69, 70, 999, 1000, 1, 2], dtype=torch.int32)
+    case.indices = case.table(12 * 64, 12 * 64)
+    out = case.run(provider, query=case.query.view(3, 2, 8, 512), seq_lens=seq_lens)
+    assert relative_error(out, case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_ragged_queries(device, provider):
+    """Queries of 1, 0, 4 and 2 tokens, then two tokens of padding behind the last request."""
+    case = Case(device, tokens=9, heads=8, seed=6)
+    cum = torch.tensor([0, 1, 1, 5, 7], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([300, 9, 4, 128], dtype=torch.int32)
+    case.visible = torch.tensor([300, 1, 2, 3, 4, 127, 128, 0, 0], dtype=torch.int32)
+    case.indices = case.table(12 * 64, 12 * 64)
+    out = case.run(provider, query=case.query, seq_lens=seq_lens, cum_seq_lens_q=cum, max_q_len=4)
+    assert relative_error(out, case.expected()) < TOLERANCE
+    assert not out[7:].any()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_scales_as_tensors(device, provider, kv_dtype):
+    case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, kv_scale=0.25, seed=8)
+    one = lambda x: torch.tensor([x], dtype=torch.float32, device=device)  # noqa: E731
+    out = case.run(provider, bmm1_scale=one(case.bmm1), bmm2_scale=one(case.bmm2))
+    assert relative_error(out, case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("magnitude", [1e-6, 1e6])
+def test_queries_outside_the_range_of_fp16(device, provider, magnitude):
+    case = Case(device, tokens=3, heads=8, kv_dtype=E4M3, scale=0.1 / magnitude, seed=9)
+    case.query = (case.query.float() * magnitude).to(BF16)
+    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype):
+    """More splits than key blocks leaves empty splits, whose maximum is -inf."""
+    from dsv4_kernels import triton_sparse_mla
+
+    monkeypatch.setattr(triton_sparse_mla, "_num_splits", lambda *_: splits)
+    case = Case(device, tokens=4, heads=8, kv_dtype=kv_dtype, width=128 + 256, seed=splits)
+    case.visible[0], case.topk_lens[0] = 1, 128
+    case.visible[1] = 0
+    case.indices = case.table(12 * 64, 12 * 64)
+    assert relative_error(case.run("triton"), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_strided_query_and_out(device, provider):
+    """Heads sliced out of a padded buffer, as vLLM hands them over."""
+    case = Case(device, tokens=3, heads=8, seed=10)
+    padded = torch.full((3, 1, 64, 512), float("nan"), dtype=BF16, device=device)
+    padded[:, 0, :8] = case.query
+    out = torch.full_like(padded, 7.0)
+    case.run(provider)  # the contiguous path must not be what is compared
+    sparse_mla(
+        padded[:, :, :8], case.swa[:, None], None, case.indices, case.compressed[:, None],
+        case.topk_lens.to(device), case.visible.to(device), out=out[:, :, :8], bmm1_scale=case.bmm1,
+        sinks=case.sinks, provider=provider,
+    )  # fmt: skip
+    assert relative_error(out[:, 0, :8], case.expected()) < TOLERANCE
+    assert torch.all(out[:, 0, 8:] == 7.0)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_window_only_layer(device, provider):
+    case = Case(device, tokens=3, heads=8, width=128, seed=12)
+    out = sparse_mla(
+        case.query[:, None], case.swa[:, None], None, case.indices, None, case.topk_lens.to(device),
+        case.visible.to(device), bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
+    )  # fmt: skip
+    assert relative_error(out[:, 0], case.expected()) < TOLERANCE
+
+
+def test_triton_is_deterministic(device):
+    case = Case(device, tokens=3, heads=16, width=128 + 256, seed=13)
+    first = case.run("triton")
+    assert all(torch.equal(first, case.run("triton")) for _ in range(3))
+
+
+def test_no_tokens(device):
+    case = Case(device, tokens=1, heads=8)
+    out = sparse_mla(
+        case.query[:0, None], case.swa[:, None], None, case.indices[:0], case.compressed[:, None],
+        case.topk_lens[:0].to(device), case.visible[:0].to(device), provider="triton",
+    )  # fmt: skip
+    assert out.shape == (0, 1, 8, 512)
+
+
+def test_pick_says_why():
+    name, why = pick_provider("cpu")
+    assert name == "reference" and "cpu" in why
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(query=torch.zeros(2, 1, 8, 256, dtype=BF16)), "query must be"),
+        (dict(query=torch.zeros(2, 1, 129, 512, dtype=BF16)), "1 to 128 heads"),
+        (dict(query=torch.zeros(2, 1, 8, 512)), "bfloat16 or float8_e4m3fn"),
+        (dict(query=torch.zeros(2, 1, 8, 512).to(E4M3)), "needs E4M3 pools"),
+        (dict(swa_kv_cache=torch.zeros(4, 64, 1, 512, dtype=BF16)), "swa_kv_cache must be"),
+        (dict(compressed_kv_cache=torch.zeros(4, 1, 64, 512).to(E4M3)), "one dtype"),
+        (dict(sparse_indices=torch.zeros(2, 130, dtype=torch.int32)), "multiple of 4"),
+        (dict(sparse_indices=torch.zeros(2, 192, dtype=torch.int64)), "int32"),
+        (dict(sparse_topk_lens=torch.zeros(3, dtype=torch.int32)), "sparse_topk_lens must be [2]"),
+        (dict(seq_lens=torch.zeros(3, dtype=torch.int32)), "seq_lens must be [2]"),
+        (dict(out=torch.zeros(2, 1, 8, 512)), "out must be bfloat16"),
+        (dict(sinks=torch.zeros(64)), "sinks must be float32 [8]"),
+        (dict(kv_layout="NDH"), "kv_layout"),
+        (dict(max_q_len=3), "go together"),
+        (dict(provider="fastest"), "no provider 'fastest'"),
+    ],
+)
+def test_refusals(change, message):
+    arguments = dict(
+        query=torch.zeros(2, 1, 8, 512, dtype=BF16),
+        swa_kv_cache=torch.zeros(4, 1, 64, 512, dtype=BF16),
+        workspace_buffer=None,
+        sparse_indices=torch.zeros(2, 192, dtype=torch.int32),
+        compressed_kv_cache=torch.zeros(4, 1, 64, 512, dtype=BF16),
+        sparse_topk_lens=torch.zeros(2, dtype=torch.int32),
+        seq_lens=torch.zeros(2, dtype=torch.int32),
+    )
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        sparse_mla(**(arguments | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_pool_of_more_than_2_31_elements(device, provider, kv_dtype):
+    pages = (2**31 // (64 * 512)) + 8
+    case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, seed=14)
+    small, case.swa = case.swa, torch.empty(pages, 64, 512, dtype=kv_dtype, device=device)
+    case.swa[-13:] = small
+    expected = case.expected.__func__
+    shifted = case.indices[:, :128]
+    case.indices[:, :128] = torch.where(shifted >= 0, shifted + (pages - 13) * 64, -1)
+    assert relative_error(case.run(provider), expected(case)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_graph_replay_with_changed_lengths(device, kv_dtype):
+    case = Case(device, tokens=8, heads=16, kv_dtype=kv_dtype, width=640, seed=15)
+    lens, visible = case.topk_lens.to(device), case.visible.to(device)
+    out = torch.empty(8, 1, 16, 512, dtype=BF16, device=device)
+
+    def step():
+        sparse_mla(
+            case.query[:, None], case.swa[:, None], None, case.indices, case.compressed[:, None], lens,
+            visible, out=out, bmm1_scale=case.bmm1, sinks=case.sinks, provider="triton",
+        )  # fmt: skip
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(3):
+        other = Case(device, tokens=8, heads=16, kv_dtype=kv_dtype, width=640, seed=100 + seed)
+        for mine, new in [(case.swa, other.swa), (case.compressed, other.compressed),
+                          (case.query, other.query), (case.indices, other.indices), (lens, other.topk_lens),
+                          (visible, other.visible), (case.sinks, other.sinks)]:  # fmt: skip
+            mine.copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(out[:, 0], other.expected()) < TOLERANCE
