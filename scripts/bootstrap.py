@@ -1,0 +1,97 @@
+"""Runs one of the tools in its own virtual environment, which it makes on first use.
+
+Standard library only: this runs in whatever Python is active, and installs nothing into it.
+Nothing goes to standard output, which belongs to the report.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = HERE / "requirements.txt"
+
+
+def stop(code, message):
+    # A refusal by the tool has the same look; but here is no library yet to print a report with.
+    if "--json" in sys.argv:
+        import json
+
+        error = {"code": code, "message": message, "path": None, "line": None}
+        report = {"release": None, "target": None, "kind": None, "state": "unknown", "files": []}
+        print(json.dumps({**report, "error": error}, indent=1))
+    else:
+        print(f"error: {code}: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def build(folder):
+    """Make the environment in `folder`; return None, or what went wrong."""
+    python = folder / "bin" / "python"
+    ways = [
+        (
+            [sys.executable, "-m", "venv", str(folder)],
+            [str(python), "-m", "pip", "install", "--quiet", "--require-hashes", "-r",
+             str(REQUIREMENTS)],
+        )
+    ]
+    if shutil.which("uv"):  # Debian's Python has no ensurepip unless python3-venv is installed
+        ways.append((
+            ["uv", "venv", "--quiet", "--python", sys.executable, str(folder)],
+            ["uv", "pip", "install", "--quiet", "--require-hashes", "--python", str(python), "-r",
+             str(REQUIREMENTS)],
+        ))
+    problem = ""
+    for way in ways:
+        shutil.rmtree(folder, ignore_errors=True)
+        for command in way:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+                errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+                problem = f"{' '.join(command[:3])} failed: {errors[-1]}"
+                break
+        else:
+            return None
+    return problem
+
+
+def main():
+    if sys.version_info < (3, 10):  # noqa: UP036 - this file alone runs under any Python 3
+        stop("bootstrap-failed", f"{sys.executable} is older than Python 3.10.")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(base) / "vllm-dsv4-overlay"
+    key = REQUIREMENTS.read_bytes() + sys.version.encode() + sys.base_prefix.encode()
+    folder = cache / f"venv-{hashlib.sha256(key).hexdigest()[:16]}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = os.open(cache, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # gone with the process, however that ends
+        except OSError as error:
+            stop("bootstrap-failed", f"{cache} is not usable ({error.strerror}); set "
+                                     "XDG_CACHE_HOME to a folder you can write to.")
+        if not python.exists():  # or another first run made it while we waited
+            print("Preparing the tools (first run)", file=sys.stderr)
+            # Under another name until complete: a killed first run must not look like a good one.
+            # Moving it is fine, since only bin/python of it is ever run.
+            new = Path(f"{folder}.new")
+            problem = build(new)
+            if problem:
+                shutil.rmtree(new, ignore_errors=True)
+                stop("bootstrap-failed", f"{problem}; check pip's index configuration.")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(new, folder)
+        os.close(lock)
+    tool = str(HERE / "dsv4_overlay_tools" / "__main__.py")
+    # -I: the user's PYTHONPATH may hold other versions of our libraries, and the vLLM to patch.
+    os.execv(python, [str(python), "-I", "-B", tool, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

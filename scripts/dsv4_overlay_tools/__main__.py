@@ -1,0 +1,17 @@
+"""Entry point of the shell scripts, which run it as `python -I -B __main__.py COMMAND ...`."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # -I keeps the user's PYTHONPATH away (it may hold the very vLLM to patch); so add ourselves.
+    scripts = Path(__file__).resolve().parent.parent
+    sys.path.insert(0, str(scripts))
+    command, *arguments = sys.argv[1:]
+    if command == "apply":
+        from dsv4_overlay_tools.cli import main
+    elif command == "export":
+        from dsv4_overlay_tools.maintain import export_main as main
+    else:
+        from dsv4_overlay_tools.maintain import check_main as main
+    sys.exit(main(arguments, scripts.parent))

@@ -1,0 +1,277 @@
+"""The command line of apply-patches.sh, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import fetch, transaction
+from .errors import Refusal
+from .series import Series, find_series, load_series, release_folders
+from .target import Target, check_index, detect, locate_installed
+
+DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
+EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
+
+
+class UsageError(Exception):
+    """The command line makes no sense; the text says why."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="apply-patches.sh", description=DESCRIPTION, epilog=EPILOG,
+                     allow_abbrev=False)
+    parser.add_argument("target", nargs="?", type=Path, metavar="TARGET",
+                        help="git checkout, unpacked source archive or site-packages folder")
+    parser.add_argument("--installed", action="store_true",
+                        help="the vLLM that the active Python would import")
+    parser.add_argument("--fetch", metavar="RELEASE",
+                        help="first download the pinned source of RELEASE into TARGET")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", dest="mode", action="store_const", const="check",
+                      help="would it apply? change nothing")
+    mode.add_argument("--status", dest="mode", action="store_const", const="status",
+                      help="what is applied, file by file")
+    mode.add_argument("--revert", dest="mode", action="store_const", const="revert",
+                      help="take it off: every byte as before")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on standard output")
+    parser.set_defaults(mode="apply")
+    return parser
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    args = _parser().parse_args(argv)
+    if (args.target is None) != args.installed:
+        raise UsageError("give either TARGET or --installed")
+    if args.fetch and (args.installed or args.mode != "apply"):
+        raise UsageError("--fetch takes a TARGET and none of --check, --status and --revert")
+    return args
+
+
+class Report:
+    """What gets printed: filled in as far as the run gets."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {
+            "release": None,
+            "target": None,
+            "kind": None,
+            "commit": None,
+            "state": "unknown",
+            "files": [],
+            "notes": [],
+            "error": None,
+        }
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.data["error"] = {
+            "code": refusal.code,
+            "message": refusal.message,
+            "path": refusal.path,
+            "line": refusal.line,
+        }
+
+    def add(self, path: str, action: str) -> None:
+        self.data["files"].append({"path": path, "action": action})
+
+    def print(self, as_json: bool) -> None:
+        data = self.data
+        if as_json:
+            print(json.dumps(data, indent=1))
+        elif data["files"] or not data["error"]:
+            table = Table(box=None, pad_edge=False, show_header=False)
+            for file in data["files"]:
+                table.add_row(Text(file["action"], "bold"), Text(file["path"], no_wrap=True))
+            console = Console(highlight=False, markup=False, soft_wrap=True)
+            if not console.is_terminal:
+                console.width = 400  # a log has no edge: never cut a path
+            console.print(table)
+            print(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                  f"in {data['target']}: {data['state']}")
+        for note in () if as_json else data["notes"]:
+            print(f"note: {note}", file=sys.stderr)
+        if data["error"] and not as_json:
+            print(f"error: {data['error']['code']}: {data['error']['message']}", file=sys.stderr)
+
+
+def _waiting() -> None:
+    print("Another run is at work on this target; waiting for it.", file=sys.stderr)
+
+
+def _half_applied(report: Report) -> None:
+    report.data["state"] = "drifted"
+    raise Refusal(
+        "half-applied",
+        f"{report.data['target']} is between two states because a run was interrupted; run again "
+        "to complete it, or with --revert to take it off.",
+    )
+
+
+def _series_for(root: Path, target: Target) -> Series:
+    if target.release is None:
+        why = target.notes[0] if target.notes else "its metadata names no version"
+        raise Refusal(
+            "wrong-release",
+            f"The release of {target.root} is unknown ({why}); fetch the tags or use a release.",
+        )
+    return find_series(root, target.release)
+
+
+def _survey(report: Report, root: Path, target: Target, series: Series | None) -> None:
+    """Report an applied tree file by file. Raises Refusal(edited-since-apply)."""
+    first = None
+    for entry, state, found in transaction.survey(target.root):
+        if state == "after":
+            report.add(entry["path"], entry["action"])
+            continue
+        report.add(entry["path"], "missing" if found is None else "edited")
+        if first is None:
+            first = transaction.edited(target.root, entry, found, root, series)
+    if first:
+        report.data["state"] = "drifted"
+        raise first
+    report.data["state"] = "applied"
+
+
+def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
+    data = report.data
+    data["target"] = str(args.target.absolute()) if args.target else None
+    pins = [load_series(folder) for folder in release_folders(root)]
+    if args.fetch:
+        data["release"] = args.fetch
+        fetch.fetch(find_series(root, args.fetch), args.fetch, args.target)
+    path = args.target
+    if args.installed:
+        # The shell script names the Python that was active when it was called.
+        path = locate_installed(os.environ.get("DSV4_OVERLAY_PYTHON") or "python3")
+    target = detect(path, pins)
+    data.update(target=str(target.root), kind=target.kind, release=target.release,
+                commit=target.commit)
+    data["notes"] += target.notes
+    if args.fetch and target.release != args.fetch:
+        raise Refusal("archive-mismatch", f"The archive of {args.fetch} holds {target.release}.")
+    writes = args.mode in ("apply", "revert")
+    with transaction.locked(target.root, exclusive=writes, waiting=_waiting):
+        if args.mode == "revert":
+            _revert(root, report, target)
+        else:
+            _apply(args.mode, root, report, target)
+
+
+def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
+    """apply, --check and --status: they differ in what they do once the tree is understood."""
+    data = report.data
+    state = transaction.state_of(target.root)
+    if state in ("begun", "changing"):
+        if mode != "apply":
+            _half_applied(report)
+        data["state"] = "drifted"
+        transaction.recover(target.root)
+        data["notes"].append("an interrupted run was undone first")
+        state = "clean"
+    if state == "applied":
+        record, _ = transaction.read_record(target.root)
+        data["release"] = record["release"]
+        series = None
+        try:
+            series = _series_for(root, target)
+        except Refusal:
+            if mode != "status":  # what is applied can be told without a series
+                raise
+        _survey(report, root, target, series)
+        other = transaction.changed_since(root, series, record) if series else None
+        if other is None and record["release"] == target.release:
+            if mode != "status":
+                data["notes"].append("already applied; nothing to do")
+            return
+        message = (
+            f"{other or target.root} is not the one that was applied (overlay "
+            f"{record['overlay_version']}, vLLM {record['release']}); run with --revert first."
+        )
+        if mode == "status":
+            data["notes"].append(message)
+            return
+        raise Refusal("patch-changed", message, path=other)
+
+    series = _series_for(root, target)
+    check_index(target, series)
+    try:
+        plan = transaction.build_plan(root, target, series)
+    except Refusal as refusal:
+        if refusal.code != "bad-series":
+            data["state"] = "drifted"
+        raise
+    data["state"] = "clean"
+    verbs = {
+        "apply": {},
+        "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
+        "status": {"patched": "pristine", "added": "absent", "updated": "pristine"},
+    }[mode]
+    if mode == "apply":
+        transaction.apply(plan)
+        data["state"] = "applied"
+    for change in plan.changes:
+        report.add(change.path, verbs.get(change.action, change.action))
+
+
+def _revert(root: Path, report: Report, target: Target) -> None:
+    data = report.data
+    state = transaction.state_of(target.root)
+    if state == "clean":
+        data["state"] = "clean"
+        data["notes"].append("nothing is applied; nothing to do")
+        return
+    if state in ("begun", "changing"):
+        data["state"] = "drifted"
+        transaction.recover(target.root)
+        data["notes"].append("an interrupted run was undone")
+    else:
+        try:
+            series = _series_for(root, target)
+        except Refusal:
+            series = None  # only helps to name a line; the record suffices to revert
+        _survey(report, root, target, series)
+        transaction.revert(target.root)
+        for file in data["files"]:
+            file["action"] = "removed" if file["action"] == "added" else "restored"
+    data["state"] = "clean"
+
+
+def main(argv: list[str], root: Path) -> int:
+    """Run apply-patches.sh with the patches and overlay of the repository at `root`.
+
+    Returns the exit status.
+    """
+    report = Report()
+    as_json = "--json" in argv
+    try:
+        args = _parse(argv)
+        _run(args, root, report)
+    except UsageError as error:
+        if as_json:
+            report.refuse(Refusal("usage", str(error)))
+            report.print(as_json=True)
+        else:
+            print(f"error: usage: {error}; see --help.", file=sys.stderr)
+        return 2
+    except Refusal as refusal:
+        report.refuse(refusal)
+    except OSError as error:
+        report.refuse(Refusal("not-readable", f"{error.filename}: {error.strerror}."))
+    except KeyboardInterrupt:
+        report.refuse(Refusal("interrupted", "Interrupted; everything was put back."))
+    report.print(as_json)
+    return 1 if report.data["error"] else 0

@@ -1,0 +1,194 @@
+"""The pinned source archive of a vLLM release: download, check, unpack."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from .errors import Refusal
+from .series import Series
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "vllm-dsv4-overlay"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def pip_sources() -> dict[str, list[str]]:
+    """Where pip would look: its index-url, extra-index-url, find-links, trusted-host and cert.
+
+    Asked of pip itself, so that its files and PIP_* variables count as they do for `pip install`.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found: dict[str, tuple[int, list[str]]] = {}
+    for line in done.stdout.split("\n"):
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        # Strongest last, as in pip: [global], then [install] of the command, then the environment.
+        rank = {"global": 0, "install": 1, ":env:": 2}.get(section)
+        if rank is not None and rank >= found.get(name, (0, []))[0]:
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[name] = (rank, str(ast.literal_eval(value)).split())
+    return {name: values for name, (_, values) in found.items()}
+
+
+def _download(release: str, folder: Path) -> Path:
+    """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
+    import unearth  # half a second that only a download should cost
+    from unearth.fetchers import PyPIClient
+
+    sources = pip_sources()
+    indexes = sources.get("index-url", ["https://pypi.org/simple/"])
+    # pip skips a local index or folder that is not there; unearth would stop at it.
+    extra = [url for url in sources.get("extra-index-url", []) if not url.startswith("file:")
+             or Path(url.removeprefix("file://"), "vllm").is_dir()]
+    links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
+    hosts = sources.get("trusted-host", [])
+    certs = sources.get("cert")
+    options = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
+    try:
+        with PyPIClient(trusted_hosts=hosts, **options) as session:
+            finder = unearth.PackageFinder(
+                session=session,
+                index_urls=indexes + extra,
+                find_links=links,
+                no_binary=["vllm"],
+                ignore_compatibility=True,  # it is read here, not run
+            )
+            best = finder.find_best_match(f"vllm=={release}").best
+            if best is None:
+                raise Refusal(
+                    "download-failed",
+                    f"No source archive of vLLM {release} at {', '.join(indexes + extra)}; check "
+                    "pip's index configuration.",
+                )
+            with _progress(f"vllm-{release}.tar.gz") as report:
+                return finder.download(best.link, folder, download_reporter=report)
+    except Refusal:
+        raise
+    except Exception as error:  # unearth lets the errors of its HTTP and TLS libraries through
+        raise Refusal(
+            "download-failed",
+            f"Downloading vLLM {release} failed ({type(error).__name__}: {error}); check the "
+            "network and pip's index configuration.",
+        ) from error
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Callable[..., None]]:
+    """A bar on standard error where that is a terminal, else one line."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"Downloading {name}", file=sys.stderr)
+        yield lambda *_, **__: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(name, total=None)
+
+        def report(link: Any, completed: int, total: int | None) -> None:
+            progress.update(task, completed=completed, total=total)
+
+        yield report
+
+
+def archive(series: Series, release: str) -> Path:
+    """The source archive of `release` in the cache, downloaded if it is not there.
+
+    Raises Refusal: download-failed, archive-mismatch.
+    """
+    pin = series.sdists[release]
+    folder = cache_dir() / "sdist"
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"vllm-{release}.tar.gz"
+    with _locked(folder):
+        if place.is_file() and _file_sha256(place) == pin:
+            return place
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            fetched = _download(release, Path(temporary))
+            found = _file_sha256(fetched)
+            if found != pin:
+                raise Refusal(
+                    "archive-mismatch",
+                    f"The archive of vLLM {release} has sha256 {found} but "
+                    f"{series.folder / 'release.toml'} pins {pin}; do not use it, and check the "
+                    "package index.",
+                )
+            os.replace(fetched, place)
+    return place
+
+
+def _unpack(source: Path, folder: Path) -> None:
+    with tarfile.open(source) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def fetch(series: Series, release: str, target: Path) -> None:
+    """Unpack the pinned source of `release` so that `target` is its tree.
+
+    Raises Refusal: fetch-target-not-empty, download-failed, archive-mismatch, not-writable.
+    """
+    target = target.absolute()
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise Refusal(
+            "fetch-target-not-empty",
+            f"{target} exists and is not an empty folder; --fetch needs a new one.",
+            path=str(target),
+        )
+    source = archive(series, release)
+    # Unpacked beside its place and renamed, so that TARGET is never there in part. The name is
+    # fixed so that a killed run's leftovers are found and removed by the next.
+    temporary = target.parent / f".{target.name}.fetching"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent):
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                _unpack(source, temporary)
+                os.rename(temporary / f"vllm-{release}", target)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except tarfile.TarError as error:
+        raise Refusal("archive-mismatch", f"{source} cannot be unpacked ({error}).") from error
+    except OSError as error:
+        raise Refusal(
+            "not-writable", f"{target} cannot be written ({error.strerror}).", path=str(target)
+        ) from error

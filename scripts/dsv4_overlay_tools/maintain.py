@@ -1,0 +1,447 @@
+"""For maintainers: write a series from an edited tree (export), see that it is right (check)."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import tomlkit
+
+from . import fetch
+from .errors import Refusal
+from .series import (
+    STATE_DIR,
+    Mismatch,
+    OverlayFile,
+    Patch,
+    Series,
+    load_overlay,
+    load_series,
+    order,
+    release_folders,
+    sha256,
+    split_lines,
+)
+from .target import detect
+
+REQUIRED_FIELDS = (
+    "Description", "Origin", "Forwarded", "Last-Update", "Hooks", "Drop-When", "Files",
+)  # fmt: skip
+MAX_ADDED_LINES = 200
+CONTEXT = 2
+KERNELS = "vllm/third_party/dsv4_kernels"
+KERNEL_IMPORTS = {"torch", "triton"} | set(sys.stdlib_module_names)
+# Made by a build or by Python in a tree that somebody works in; never part of a patch.
+BUILT = re.compile(r"(^|/)__pycache__/|\.(pyc|so)$|^vllm/_version\.py$")
+
+# ---------------------------------------------------------------- the pristine source
+
+
+def pristine_from_folder(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in (folder / "vllm").rglob("*")
+        if path.is_file()
+    }
+
+
+def pristine_from_archive(archive: Path) -> dict[str, bytes]:
+    """The files below vllm/ in a source archive, in memory."""
+    found = {}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = member.name.partition("/")[2]
+            if member.isfile() and path.startswith("vllm/"):
+                found[path] = tar.extractfile(member).read()  # type: ignore[union-attr]
+    return found
+
+
+def _pristine(series: Series, folder: Path | None) -> dict[str, bytes]:
+    if folder is None:
+        return pristine_from_archive(fetch.archive(series, series.release))
+    release = detect(folder, [series]).release
+    if release != series.release:
+        raise Refusal("wrong-release", f"{folder} holds vLLM {release}, not {series.release}.")
+    return pristine_from_folder(folder)
+
+
+# ---------------------------------------------------------------- export
+
+
+def unified(path: str, before: bytes, after: bytes) -> bytes:
+    """The diff of one file, or nothing if both are the same.
+
+    Made here and not by git, whose output depends on its version and on the user's configuration.
+    """
+    old, new = split_lines(before), split_lines(after)
+    # difflib looks for long common runs first; without the common ends it finds smaller diffs.
+    start = 0
+    while start < min(len(old), len(new)) and old[start] == new[start]:
+        start += 1
+    end = 0
+    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
+        end += 1
+    matcher = difflib.SequenceMatcher(
+        None, old[start : len(old) - end], new[start : len(new) - end], autojunk=False
+    )
+    codes = [(tag, a + start, b + start, c + start, d + start)
+             for tag, a, b, c, d in matcher.get_opcodes()]
+    if start:
+        codes.insert(0, ("equal", 0, start, 0, start))
+    if end:
+        codes.append(("equal", len(old) - end, len(old), len(new) - end, len(new)))
+    matcher.opcodes = codes  # get_grouped_opcodes() takes them from here
+
+    def span(first: int, last: int) -> str:
+        length = last - first
+        begin = first + 1 if length else first
+        return str(begin) if length == 1 else f"{begin},{length}"
+
+    out: list[str] = []
+
+    def lines(sign: str, chunk: list[str]) -> None:
+        for line in chunk:
+            out.append(sign + line)
+            if not line.endswith("\n"):
+                out.append("\n\\ No newline at end of file\n")
+
+    for group in matcher.get_grouped_opcodes(CONTEXT):
+        if all(code[0] == "equal" for code in group):
+            continue
+        if not out:
+            out.append(f"--- a/{path}\n+++ b/{path}\n")
+        first, last = group[0], group[-1]
+        out.append(f"@@ -{span(first[1], last[2])} +{span(first[3], last[4])} @@\n")
+        for tag, a, b, c, d in group:
+            if tag == "equal":
+                lines(" ", old[a:b])
+                continue
+            lines("-", old[a:b])
+            lines("+", new[c:d])
+    return "".join(out).encode("latin-1")
+
+
+def export_patch(patch: Patch, pristine: dict[str, bytes], edited: dict[str, bytes]) -> bytes:
+    """`patch` with its header as it is and its diff made anew from the files it owns.
+
+    Raises Refusal(unowned-change) if it owns a file that one side does not have.
+    """
+    body = b""
+    for path in sorted(patch.owned):
+        if path not in pristine or path not in edited:
+            where = "the tree" if path in pristine else "the pristine source"
+            raise Refusal(
+                "unowned-change",
+                f"{patch.name} lists {path} in Files, but {where} has no such file; a patch only "
+                "changes files, new ones belong in overlay/.",
+                path=path,
+            )
+        body += unified(path, pristine[path], edited[path])
+    return patch.header.rstrip(b"\n") + b"\n" + (b"\n" + body if body else b"")
+
+
+def release_toml(text: str, files: dict[str, str]) -> str:
+    """`text` with its [files] table replaced; all else, comments included, as it is."""
+    document = tomlkit.parse(text)
+    table = document.get("files")
+    if table is None:
+        table = document["files"] = tomlkit.table()
+    for path in list(table):
+        del table[path]
+    for path in sorted(files):
+        table[path] = files[path]
+    return tomlkit.dumps(document)
+
+
+def export(
+    root: Path, series: Series, pristine: dict[str, bytes], tree: Path
+) -> tuple[dict[Path, bytes], list[str]]:
+    """What the files of `series` should hold for `tree`: place -> bytes, and notes for the user.
+
+    Raises Refusal(unowned-change), naming the files, if the tree has a change no patch owns.
+    """
+    owner = {path: patch for patch in series.patches for path in patch.owned}
+    if sum(len(patch.owned) for patch in series.patches) != len(owner):
+        doubled = [p for p in owner if sum(p in patch.owned for patch in series.patches) > 1]
+        raise Refusal("bad-series", f"Several patches list {', '.join(doubled)} in Files.")
+    overlay = load_overlay(root, Series(series.folder, series.release, "", "", {}, {}))
+    edited: dict[str, bytes] = {}
+    stray: list[str] = []
+    notes: list[str] = []
+    present = {path.relative_to(tree).as_posix(): path for path in (tree / "vllm").rglob("*")
+               if path.is_file()}
+    for path, place in sorted(present.items()):
+        if path in owner:
+            edited[path] = place.read_bytes()
+        elif path.startswith(STATE_DIR + "/") or BUILT.search(path):
+            continue
+        elif path in pristine:
+            if place.read_bytes() != pristine[path]:
+                stray.append(path)
+        elif path not in overlay:
+            notes.append(f"{path} is new in the tree and not exported: put it into overlay/")
+        elif place.read_bytes() != overlay[path].data:
+            notes.append(f"{path} differs from {overlay[path].source}, which is left as it is")
+    for path in sorted(pristine.keys() - present.keys()):
+        if path not in owner and not BUILT.search(path):
+            notes.append(f"{path} is missing in the tree; patches cannot delete, so it is ignored")
+    if stray:
+        raise Refusal(
+            "unowned-change",
+            f"No patch owns {', '.join(stray)}; add the path to the Files field of a patch, or "
+            f"make a new one: a file with only a header in {series.folder}, named in its series.",
+            path=stray[0],
+        )
+    out = {series.folder / p.name: export_patch(p, pristine, edited) for p in series.patches}
+    pins = series.folder / "release.toml"
+    hashes = {path: sha256(pristine[path]) for path in owner if pristine[path] != edited[path]}
+    out[pins] = release_toml(pins.read_text("utf-8"), hashes).encode()
+    return out, notes
+
+
+def _write_all(files: dict[Path, bytes]) -> list[Path]:
+    changed = [path for path, data in files.items() if path.read_bytes() != data]
+    for path in changed:
+        draft = path.with_name(path.name + ".new")
+        draft.write_bytes(files[path])
+        os.replace(draft, path)
+    return changed
+
+
+def export_main(argv: list[str], root: Path) -> int:
+    """export-series.sh: returns 0, 1 for a refusal or 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="export-series.sh",
+        description="Write the patches of RELEASE anew from the edited vLLM in TREE.",
+    )
+    parser.add_argument("release", metavar="RELEASE")
+    parser.add_argument("tree", metavar="TREE", type=Path)
+    parser.add_argument("--pristine", metavar="DIR", type=Path,
+                        help="the unpacked source archive, instead of the one in the cache")
+    args = parser.parse_args(argv)
+    try:
+        series = load_series(root / "patches" / args.release)
+        target = detect(args.tree, [series])
+        if target.release != series.release:
+            raise Refusal(
+                "wrong-release", f"{args.tree} holds vLLM {target.release}, not {series.release}."
+            )
+        pristine = _pristine(series, args.pristine)
+        files, notes = export(root, series, pristine, target.root)
+        changed = _write_all(files)
+    except Refusal as refusal:
+        print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
+        return 1
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    for path in changed:
+        print(f"wrote {path.relative_to(root)}")
+    if not changed:
+        print("nothing to write: the series is what the tree says")
+    return 0
+
+
+# ---------------------------------------------------------------- check
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imports(path: str, source: str, lines: Iterable[int] | None = None) -> set[str]:
+    """The dotted names that `source` imports, or names in a string to import later.
+
+    With `lines`, only what stands on one of them. `from a import b` gives a and a.b, since b may be
+    a module. A name in a string counts only if it is the whole string, as in
+    importlib.import_module("vllm.x") or a table of class paths, so that prose does not.
+    """
+    wanted = None if lines is None else set(lines)
+    package = path.rpartition("/")[0].split("/")
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if wanted is not None and not (
+            hasattr(node, "lineno") and wanted & set(range(node.lineno, node.end_lineno + 1))
+        ):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base += [node.module] if node.module else []
+            found.add(".".join(base))
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"vllm(\.\w+)+", node.value)
+        ):
+            found.add(node.value)
+    return found
+
+
+def _prefixes(names: set[str]) -> set[str]:
+    """The names and every package above them: importing a.b.c runs a and a.b first."""
+    return {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
+
+
+def unused_overlay(overlay: dict[str, OverlayFile], roots: set[str]) -> list[str]:
+    """The overlay files that nothing leads to from the modules in `roots`."""
+    modules = {_module(path): path for path in overlay if path.endswith(".py")}
+    reached: set[str] = set()
+    new = _prefixes(roots)
+    while new:
+        paths = {modules[name] for name in new if name in modules} - reached
+        reached |= paths
+        new = set()
+        for path in paths:
+            new |= _prefixes(_imports(path, overlay[path].data.decode()))
+    # Anything else (a .cu, a .json) is used if a file that is used names it.
+    while True:
+        text = b"\n".join(overlay[path].data for path in reached)
+        more = {path for path in overlay.keys() - reached
+                if not path.endswith(".py") and Path(path).name.encode() in text}
+        if not more:
+            return sorted(overlay.keys() - reached)
+        reached |= more
+
+
+def _added_lines(patch: Patch, path: str) -> set[int]:
+    """The 1-based lines of the patched file that the patch adds."""
+    numbers: set[int] = set()
+    for diff in patch.diffs:
+        shift = 0
+        for hunk in diff.hunks if diff.path == path else []:
+            matcher = difflib.SequenceMatcher(None, hunk.source, hunk.target, autojunk=False)
+            for tag, _, _, first, last in matcher.get_opcodes():
+                if tag != "equal":
+                    numbers |= {hunk.start + shift + i + 1 for i in range(first, last)}
+            shift += len(hunk.target) - len(hunk.source)
+    return numbers
+
+
+def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
+    problems = []
+    for path, file in sorted(overlay.items()):
+        if not path.startswith(KERNELS + "/") or not path.endswith(".py"):
+            continue
+        for name in sorted(_imports(path, file.data.decode())):
+            inside = (name + ".").startswith(KERNELS.replace("/", ".") + ".")
+            if not inside and name.partition(".")[0] not in KERNEL_IMPORTS:
+                problems.append(f"{path} imports {name}: the kernels may use torch, triton, the "
+                                "standard library and each other only")
+    return problems
+
+
+def check(
+    root: Path, folder: Path, get_pristine: Callable[[Series], dict[str, bytes]], *, served: bool
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """Everything wrong with the series in `folder`, and the lines each patch adds.
+
+    With `served`, also that the releases it claims to serve have the same touched files.
+    Raises Refusal if the series cannot be read or the source not be had.
+    """
+    names = order(folder)
+    problems = [f"{name} is twice in series" for name in sorted(set(names))
+                if names.count(name) > 1]
+    on_disk = {path.name for path in folder.glob("*.patch")}
+    problems += [f"{name} is not in series" for name in sorted(on_disk - set(names))]
+    series = load_series(folder)
+    pristine = get_pristine(series)
+    overlay = load_overlay(root, series)
+
+    edited: dict[str, bytes] = {}
+    roots: set[str] = set()
+    for patch in series.patches:
+        for name in REQUIRED_FIELDS:
+            if not patch.fields.get(name, "").strip():
+                problems.append(f"{patch.name}: the field {name} is missing or empty")
+        date = patch.fields.get("Last-Update", "").strip()
+        if date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
+            problems.append(f"{patch.name}: Last-Update is not a date like 2026-01-31")
+        if not patch.diffs:
+            problems.append(f"{patch.name} changes nothing")
+        touched = {diff.path for diff in patch.diffs}
+        for path in sorted(touched ^ set(patch.owned)):
+            problems.append(f"{patch.name}: Files and the diff disagree about {path}")
+        for diff in patch.diffs:
+            if diff.path in edited:
+                problems.append(f"{patch.name}: {diff.path} is already touched by another patch")
+                continue
+            if diff.path not in pristine:
+                problems.append(f"{patch.name}: vLLM {series.release} has no {diff.path}")
+                continue
+            before = pristine[diff.path]
+            if series.files.get(diff.path) != sha256(before):
+                problems.append(f"release.toml: [files] has another sha256 for {diff.path}")
+            try:
+                edited[diff.path] = diff.apply(before)
+            except Mismatch as mismatch:
+                problems.append(f"{patch.name} does not fit {diff.path}, line {mismatch.line}")
+                continue
+            if edited[diff.path] == before:
+                problems.append(f"{patch.name} has no effect on {diff.path}")
+            if diff.path.endswith(".py"):
+                text = edited[diff.path].decode("utf-8")
+                roots |= _imports(diff.path, text, _added_lines(patch, diff.path))
+        complete = all(path in edited for path in patch.owned)
+        if complete and export_patch(patch, pristine, edited) != patch.data:
+            problems.append(f"{patch.name} is not what export-series.sh writes; run it")
+    pins = folder / "release.toml"
+    hashes = {path: sha256(pristine[path]) for path in edited}
+    if release_toml(pins.read_text("utf-8"), hashes) != pins.read_text("utf-8"):
+        problems.append("release.toml: [files] is not what export-series.sh writes; run it")
+    added = [(patch.name, patch.added) for patch in series.patches]
+    total = sum(count for _, count in added)
+    if total > MAX_ADDED_LINES:
+        problems.append(f"the series adds {total} lines to vLLM; at most {MAX_ADDED_LINES} are "
+                        "allowed: move code into overlay/")
+    problems += [f"{overlay[path].source.relative_to(root)} is used by nothing"
+                 for path in unused_overlay(overlay, roots)]
+    problems += _kernel_problems(overlay)
+    for release in series.sdists if served else ():
+        if release == series.release:
+            continue
+        other = pristine_from_archive(fetch.archive(series, release))
+        problems += [f"release.toml: serves {release}, but its {path} is not the same file"
+                     for path in sorted(edited) if other.get(path) != pristine[path]]
+    return problems, added
+
+
+def check_main(argv: list[str], root: Path) -> int:
+    """check-series.sh: returns 0, 1 if anything is wrong or 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="check-series.sh",
+        description="See that a patch series is what an export gives, complete and all in use.",
+    )
+    parser.add_argument("release", nargs="?", metavar="RELEASE", help="only this one")
+    parser.add_argument("--pristine", metavar="DIR", type=Path,
+                        help="the unpacked source archive, instead of the one in the cache; the "
+                        "other releases that the series serves are then not looked at")
+    args = parser.parse_args(argv)
+    if args.pristine and not args.release:
+        parser.error("--pristine needs RELEASE")
+    folders = [root / "patches" / args.release] if args.release else release_folders(root)
+    failed = not folders
+    for folder in folders:
+        try:
+            problems, added = check(
+                root, folder, lambda series: _pristine(series, args.pristine),
+                served=args.pristine is None,
+            )
+        except Refusal as refusal:
+            problems, added = [f"{refusal.code}: {refusal.message}"], []
+        for name, count in added:
+            print(f"{folder.name}: {name}: {count} lines added")
+        if added:
+            print(f"{folder.name}: {sum(count for _, count in added)} of {MAX_ADDED_LINES} lines")
+        for problem in problems:
+            print(f"error: {folder.name}: {problem}", file=sys.stderr)
+        failed |= bool(problems)
+    return 1 if failed else 0
