@@ -255,7 +255,7 @@ def _module(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _imports(path: str, source: str, lines: Iterable[int] | None = None) -> set[str]:
+def _imports(path: str, source: bytes, lines: Iterable[int] | None = None) -> set[str]:
     """The dotted names that `source` imports, or names in a string to import later.
 
     With `lines`, only what stands on one of them. `from a import b` gives a and a.b, since b may be
@@ -301,7 +301,7 @@ def unused_overlay(overlay: dict[str, OverlayFile], roots: set[str]) -> list[str
         reached |= paths
         new = set()
         for path in paths:
-            new |= _prefixes(_imports(path, overlay[path].data.decode()))
+            new |= _prefixes(_imports(path, overlay[path].data))
     # Anything else (a .cu, a .json) is used if a file that is used names it.
     while True:
         text = b"\n".join(overlay[path].data for path in reached)
@@ -331,7 +331,7 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     for path, file in sorted(overlay.items()):
         if not path.startswith(KERNELS + "/") or not path.endswith(".py"):
             continue
-        for name in sorted(_imports(path, file.data.decode())):
+        for name in sorted(_imports(path, file.data)):
             inside = (name + ".").startswith(KERNELS.replace("/", ".") + ".")
             if not inside and name.partition(".")[0] not in KERNEL_IMPORTS:
                 problems.append(f"{path} imports {name}: the kernels may use torch, triton, the "
@@ -388,8 +388,10 @@ def check(
             if edited[diff.path] == before:
                 problems.append(f"{patch.name} has no effect on {diff.path}")
             if diff.path.endswith(".py"):
-                text = edited[diff.path].decode("utf-8")
-                roots |= _imports(diff.path, text, _added_lines(patch, diff.path))
+                try:
+                    roots |= _imports(diff.path, edited[diff.path], _added_lines(patch, diff.path))
+                except (SyntaxError, ValueError) as error:
+                    problems.append(f"{patch.name} makes {diff.path} invalid Python: {error}")
         complete = all(path in edited for path in patch.owned)
         if complete and export_patch(patch, pristine, edited) != patch.data:
             problems.append(f"{patch.name} is not what export-series.sh writes; run it")

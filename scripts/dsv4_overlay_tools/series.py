@@ -73,7 +73,7 @@ class FileDiff:
                 same = 0
                 while same < len(found) and found[same] == hunk.source[same]:
                     same += 1
-                raise Mismatch(hunk.start + same + 1)
+                raise Mismatch(min(hunk.start + same, len(lines)) + 1)
             out += lines[done : hunk.start]
             out += hunk.target
             done = hunk.start + len(hunk.source)
@@ -104,7 +104,7 @@ class Patch:
 
 
 def _bad(where: str, what: str) -> Refusal:
-    return Refusal("bad-series", f"{where}: {what}", path=where)
+    return Refusal("bad-series", f"{where}: {what}.", path=where)
 
 
 def check_path(where: str, path: str) -> str:

@@ -87,14 +87,13 @@ def _git_release(repo: Repo, pins: list[Series]) -> tuple[str | None, str | None
     """The release, its commit here, and notes for the user."""
     import git
 
+    head = None
     try:
-        head = repo.head.commit.hexsha
+        head = repo.git.rev_parse("--verify", "HEAD^{commit}")
         tag = repo.git.describe("--tags", "--match", "v[0-9]*", "--abbrev=0")
         commit = repo.git.rev_parse(tag + "^{commit}")
-    except ValueError:
-        return None, None, ["the repository has no commits"]
     except git.GitCommandError as error:
-        # Either no tag, or git refuses to work here at all (say, the files are another user's).
+        # No commit, no tag, or git refuses to work here at all: the files are another user's.
         if "dubious ownership" in error.stderr:
             raise Refusal(
                 "not-vllm",
@@ -102,7 +101,7 @@ def _git_release(repo: Repo, pins: list[Series]) -> tuple[str | None, str | None
                 f"'git config --global --add safe.directory {repo.working_dir}'.",
             ) from None
         for series in pins:
-            if head.startswith(series.git_commit):
+            if head and head.startswith(series.git_commit):
                 return series.release, head, []
         return None, head, ["no v* tag is reachable"]
     names = {_public(name[1:]) for name in repo.git.tag("--points-at", commit).split("\n")

@@ -147,10 +147,16 @@ def _patched(root: Path, series: Series) -> list[Change]:
         try:
             before = real.read_bytes()
             mode = stat.S_IMODE(real.stat().st_mode)
+        except PermissionError:
+            raise Refusal(
+                "not-readable",
+                f"{diff.path} cannot be read in {root}; run as its owner.",
+                path=diff.path,
+            ) from None
         except OSError as error:
             raise Refusal(
                 "source-changed",
-                f"{diff.path} of vLLM {series.release} cannot be read in {root} "
+                f"{diff.path} of vLLM {series.release} is not a file in {root} "
                 f"({error.strerror}); use a pristine vLLM.",
                 path=diff.path,
             ) from None
@@ -237,7 +243,7 @@ def _provenance(repo_root: Path) -> tuple[str | None, bool | None]:
 def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
     """Compute every new file in memory; writes nothing.
 
-    Raises Refusal: source-changed, file-in-the-way, symlink-escape, bad-series.
+    Raises Refusal: source-changed, not-readable, file-in-the-way, symlink-escape, bad-series.
     """
     root = target.root
     resolve(root, STATE_DIR)

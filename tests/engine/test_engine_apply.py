@@ -1,0 +1,342 @@
+"""Apply, status, check and revert on each kind of target."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from smallworld import (
+    EDITED,
+    MODES,
+    OVERLAY,
+    PRISTINE,
+    RELEASE,
+    ROOT,
+    Engine,
+    copy,
+    git,
+    make_repo,
+    make_target,
+    sha256,
+    snapshot,
+)
+from dsv4_overlay_tools import cli
+
+STATE = "vllm/_dsv4_overlay"
+ADDED = {path.partition("/")[2]: data for path, data in OVERLAY.items()}
+
+
+def test_apply_writes_exactly_the_series_and_the_overlay(engine, target, kind):
+    report = engine.ok(target)
+    assert (report["release"], report["kind"], report["state"]) == (RELEASE, kind, "applied")
+    for path, data in {**PRISTINE, **EDITED, **ADDED}.items():
+        assert (target / path).read_bytes() == data, path
+        assert (target / path).stat().st_mode & 0o777 == MODES.get(path, 0o644), path
+    actions = {file["path"]: file["action"] for file in report["files"]}
+    wheel = {f"vllm-{RELEASE}.dist-info/RECORD": "updated"} if kind == "installed" else {}
+    assert actions == {
+        **dict.fromkeys(EDITED, "patched"), **dict.fromkeys(ADDED, "added"), **wheel,
+    }  # fmt: skip
+    files = {name for name, what in snapshot(target).items() if what[0] == "file"}
+    ours = {name for name in files if name.startswith(STATE + "/")}
+    assert files - ours - {"PKG-INFO"} == {*PRISTINE, *ADDED} | {
+        name for name in files if ".dist-info/" in name
+    }
+
+
+def test_revert_gives_every_byte_back(engine, target, kind):
+    before = snapshot(target)
+    times = {path: (target / path).stat().st_mtime_ns for path in PRISTINE}
+    engine.ok(target)
+    assert snapshot(target) != before
+    report = engine.ok(target, "--revert")
+    assert report["state"] == "clean"
+    assert snapshot(target) == before
+    assert {path: (target / path).stat().st_mtime_ns for path in PRISTINE} == times
+    if kind == "git":
+        assert git(target, "status", "--porcelain") == ""
+
+
+def test_second_apply_changes_nothing_and_says_so(engine, target):
+    engine.ok(target)
+    before = snapshot(target)
+    inodes = {path: path.stat().st_ino for path in target.rglob("*")}
+    report = engine.ok(target)
+    assert report["state"] == "applied"
+    assert any("already applied" in note for note in report["notes"])
+    assert snapshot(target) == before
+    assert {path: path.stat().st_ino for path in target.rglob("*")} == inodes
+
+
+def test_revert_of_a_clean_tree_is_nothing_to_do(engine, target):
+    before = snapshot(target)
+    report = engine.ok(target, "--revert")
+    assert report["state"] == "clean"
+    assert any("nothing to do" in note for note in report["notes"])
+    assert snapshot(target) == before
+
+
+def test_check_and_status_change_nothing(engine, target):
+    before = snapshot(target)
+    checked = engine.ok(target, "--check")
+    assert checked["state"] == "clean"
+    assert {file["action"] for file in checked["files"]} <= {
+        "would-patch", "would-add", "would-update"
+    }  # fmt: skip
+    assert engine.ok(target, "--status")["state"] == "clean"
+    assert snapshot(target) == before
+    engine.ok(target)
+    after = snapshot(target)
+    assert engine.ok(target, "--status")["state"] == "applied"
+    assert engine.ok(target, "--check")["state"] == "applied"
+    assert snapshot(target) == after
+
+
+def test_two_applies_record_the_same_bytes(engine, tmp_path, kind):
+    records = []
+    for name in ("one", "two"):
+        place = make_target(tmp_path / name, kind)
+        os.utime(place / "vllm/config.py", (10**9, 10**9))
+        engine.ok(place)
+        records.append((place / STATE / "record.json").read_bytes())
+    assert records[0] == records[1]
+    record = json.loads(records[0])
+    assert (record["release"], record["overlay_version"]) == (RELEASE, "0.1.0")
+    assert record["overlay_commit"] is None
+    hashes = {entry["path"]: (entry["sha256_before"], entry["sha256_after"])
+              for entry in record["files"] if entry["action"] != "updated"}  # fmt: skip
+    assert hashes == {
+        **{path: (sha256(PRISTINE[path]), sha256(data)) for path, data in EDITED.items()},
+        **{path: (None, sha256(data)) for path, data in ADDED.items()},
+    }
+
+
+def test_record_names_the_commit_and_whether_it_was_changed(engine, tmp_path):
+    git(engine.root, "init", "-q")
+    git(engine.root, "add", "-A")
+    git(engine.root, "commit", "-q", "-m", "x")
+    (engine.root / "notes.txt").write_text("not part of what is applied")
+    target = make_target(tmp_path / "one", "source")
+    engine.ok(target)
+    record = json.loads((target / STATE / "record.json").read_text())
+    assert record["overlay_commit"] == git(engine.root, "rev-parse", "HEAD")
+    assert record["overlay_dirty"] is False
+    (engine.root / "overlay/common/vllm/dsv4/table.json").write_text("[]")
+    other = make_target(tmp_path / "two", "source")
+    engine.ok(other)
+    assert json.loads((other / STATE / "record.json").read_text())["overlay_dirty"] is True
+
+
+def test_apply_leaves_other_edits_alone(engine, target):
+    (target / "vllm/sub/untouched.py").write_bytes(b"mine = 1\n")
+    (target / "vllm/own.py").write_bytes(b"also mine\n")
+    before = snapshot(target)
+    engine.ok(target)
+    assert (target / "vllm/sub/untouched.py").read_bytes() == b"mine = 1\n"
+    (target / "vllm/dsv4/later.py").write_bytes(b"put into a folder of the overlay\n")
+    engine.ok(target, "--revert")
+    after = snapshot(target)
+    assert after.pop("vllm/dsv4/later.py")[2] == b"put into a folder of the overlay\n"
+    assert after.pop("vllm/dsv4")[0] == "folder"
+    assert after == before
+
+
+def test_hard_linked_files_keep_their_old_content_elsewhere(engine, tmp_path):
+    """uv installs by linking into its cache: what is patched here must not change there."""
+    target = make_target(tmp_path / "target", "installed")
+    os.link(target / "vllm/config.py", tmp_path / "cached.py")
+    engine.ok(target)
+    assert (tmp_path / "cached.py").read_bytes() == PRISTINE["vllm/config.py"]
+
+
+def test_a_strict_umask_does_not_hide_the_record(engine, tmp_path):
+    target = make_target(tmp_path / "target", "source")
+    old = os.umask(0o077)
+    try:
+        engine.ok(target)
+    finally:
+        os.umask(old)
+    for path in [STATE, STATE + "/record.json", "vllm/dsv4", "vllm/dsv4/main.py"]:
+        assert (target / path).stat().st_mode & 0o044 == 0o044, path
+
+
+def test_a_link_that_stays_inside_is_written_through(engine, tmp_path):
+    target = make_target(tmp_path / "target", "source")
+    (target / "vllm/crlf.py").rename(target / "vllm/elsewhere.py")
+    (target / "vllm/crlf.py").symlink_to("elsewhere.py")
+    before = snapshot(target)
+    engine.ok(target)
+    assert (target / "vllm/crlf.py").is_symlink()
+    assert (target / "vllm/elsewhere.py").read_bytes() == EDITED["vllm/crlf.py"]
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
+def test_a_served_release_gets_the_same_series(engine, tmp_path, kind):
+    target = make_target(tmp_path / "target", kind, release="0.9.9")
+    assert engine.ok(target)["release"] == "0.9.9"
+
+
+def test_a_local_version_is_the_same_release(engine, tmp_path):
+    target = make_target(tmp_path / "target", "installed", release="1.0.0+cu129")
+    assert engine.ok(target)["release"] == "1.0.0"
+
+
+# ---------------------------------------------------------------- git
+
+
+def test_git_accepts_local_commits_on_top(engine, tmp_path):
+    target = make_target(tmp_path / "target", "git")
+    (target / "own.txt").write_text("mine")
+    git(target, "add", "-A")
+    git(target, "commit", "-q", "-m", "mine")
+    report = engine.ok(target)
+    assert report["release"] == RELEASE
+    assert report["commit"] == git(target, "rev-parse", "v1.0.0")
+    # The pin of the made-up series is another commit: accepted, since the files are right, but told.
+    assert any("is checked by sha256" in note for note in report["notes"])
+
+
+def test_git_without_tags_is_known_by_the_pinned_commit(engine, tmp_path):
+    target = make_target(tmp_path / "target", "git")
+    git(target, "tag", "-d", "v1.0.0")
+    pins = engine.root / f"patches/{RELEASE}/release.toml"
+    pins.write_text(pins.read_text().replace("0" * 40, git(target, "rev-parse", "HEAD")))
+    assert engine.ok(target)["notes"] == []
+
+
+def test_git_worktree(engine, tmp_path):
+    main = make_target(tmp_path / "main", "git")
+    git(main, "worktree", "add", "-q", str(tmp_path / "tree"), "v1.0.0")
+    assert engine.ok(tmp_path / "tree")["kind"] == "git"
+    assert git(main, "status", "--porcelain") == ""
+
+
+def test_a_source_archive_put_under_git_is_still_one(engine, tmp_path):
+    target = make_target(tmp_path / "target", "source")
+    git(target, "init", "-q")
+    git(target, "add", "-A")
+    git(target, "commit", "-q", "-m", "x")
+    assert engine.ok(target)["kind"] == "source"
+
+
+# ---------------------------------------------------------------- --installed
+
+
+def run_cli(repo, *argv, **kwargs):
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+    code += "from pathlib import Path\nfrom dsv4_overlay_tools.cli import main\n"
+    code += f"sys.exit(main(sys.argv[1:], Path({str(repo)!r})))"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, **kwargs
+    )
+
+
+def installed(repo, pythonpath, cwd):
+    # The interpreter that asks is -I like the real one; the one asked keeps the user's PYTHONPATH.
+    env = {**os.environ, "PYTHONPATH": str(pythonpath), "DSV4_OVERLAY_PYTHON": sys.executable}
+    done = run_cli(repo, "--installed", "--json", env=env, cwd=cwd)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_installed_finds_a_folder_on_pythonpath_and_ignores_the_current_one(engine, tmp_path):
+    place = make_target(tmp_path / "site", "installed")
+    (place / "vllm/__init__.py").write_text("raise RuntimeError('vllm must not be imported')\n")
+    here = make_target(tmp_path / "here", "source")
+    status, report = installed(engine.root, place, here)
+    assert status == 0, report
+    assert (report["target"], report["kind"]) == (str(place), "installed")
+
+
+def test_installed_refuses_an_editable_install_and_names_its_tree(engine, tmp_path):
+    tree = make_target(tmp_path / "my tree", "git")
+    site = tmp_path / "site"
+    info = site / "vllm-1.0.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.0.0\n")
+    url = tree.as_uri()
+    (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
+    for pythonpath in (site, f"{site}:{tree}"):
+        status, report = installed(engine.root, pythonpath, tmp_path)
+        assert (status, report["error"]["code"]) == (1, "editable-install")
+        assert str(tree) in report["error"]["message"]
+    assert str(tree) in engine.refused("editable-install", site)["message"]
+    # A source tree on the path, without any installation, is no installed wheel either.
+    source = make_target(tmp_path / "source", "source")
+    status, report = installed(engine.root, source, tmp_path)
+    assert report["error"]["code"] == "editable-install"
+    assert str(source) in report["error"]["message"]
+
+
+def test_installed_without_vllm(engine, tmp_path):
+    status, report = installed(engine.root, "", tmp_path)
+    assert (status, report["error"]["code"]) == (1, "not-vllm")
+
+
+# ---------------------------------------------------------------- usage and text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["x", "--installed"],
+        ["x", "--check", "--revert"],
+        ["--fetch", "1.0.0"],
+        ["x", "--fetch", "1.0.0", "--check"],
+        ["x", "--fetch", "1.0.0", "--status"],
+        ["--installed", "--fetch", "1.0.0"],
+        ["x", "--unknown"],
+        ["x", "y"],
+        ["x", "--stat"],
+    ],
+)
+def test_wrong_usage_is_2_in_text_and_json(engine, capsys, argv):
+    status, report = engine(*argv)
+    assert (status, report["error"]["code"]) == (2, "usage")
+    assert cli.main(argv, engine.root) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_text_report(engine, target, capsys):
+    assert cli.main([str(target)], engine.root) == 0
+    out, err = capsys.readouterr()
+    for path in {**EDITED, **ADDED}:
+        assert path in out
+    assert f"vLLM {RELEASE}" in out and "applied" in out
+    (target / "vllm/crlf.py").write_bytes(b"a = 1\r\nb = 22\r\nc = 4\r\n")
+    capsys.readouterr()
+    assert cli.main([str(target)], engine.root) == 1
+    out, err = capsys.readouterr()
+    error = err.splitlines()[-1]
+    assert error.startswith("error: edited-since-apply: vllm/crlf.py was edited")
+    assert "first at line 3" in error
+
+
+def test_the_report_keys_are_there_on_success_and_refusal(engine, tmp_path):
+    keys = {"release", "target", "kind", "state", "files", "error"}
+    assert keys <= engine.ok(make_target(tmp_path / "t", "source")).keys()
+    assert keys <= engine(tmp_path / "absent")[1].keys()
+
+
+def test_a_long_path_is_not_cut(tmp_path, capsys):
+    long = "vllm/" + "a" * 120 + ".py"
+    repo = make_repo(tmp_path / "repo", overlay={"common/" + long: b"x = 1\n"})
+    cli.main([str(make_target(tmp_path / "t", "source"))], repo)
+    assert long in capsys.readouterr().out
+
+
+def test_an_upgrade_is_revert_then_apply(engine, tmp_path, capsys):
+    target = make_target(tmp_path / "target", "installed")
+    before = snapshot(target)
+    engine.ok(target)
+    newer = Engine(copy(engine.root, tmp_path / "newer"), capsys)
+    (newer.root / "overlay/common/vllm/dsv4/table.json").write_bytes(b"[]\n")
+    assert "--revert" in newer.refused("patch-changed", target)["message"]
+    assert newer.ok(target, "--status")["state"] == "applied"
+    newer.ok(target, "--revert")  # needs only what the target itself holds
+    assert snapshot(target) == before
+    newer.ok(target)
+    assert (target / "vllm/dsv4/table.json").read_bytes() == b"[]\n"

@@ -1,0 +1,398 @@
+"""Every refusal: its code, the place it names, and that nothing changed."""
+
+import os
+
+import pytest
+from dsv4_overlay_tools import transaction
+from smallworld import (
+    EDITED,
+    KINDS,
+    PRISTINE,
+    RELEASE,
+    diff,
+    git,
+    header,
+    make_repo,
+    make_target,
+    snapshot,
+)
+
+
+def refused(engine, code, target, *argv):
+    before = snapshot(target)
+    error = engine.refused(code, target, *argv)
+    assert snapshot(target) == before
+    assert error["message"].endswith(".") and "\n" not in error["message"]
+    return error
+
+
+# ---------------------------------------------------------------- the target
+
+
+def test_not_vllm(engine, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(engine, "not-vllm", tmp_path / "empty")
+    bare = make_target(tmp_path / "bare", "source")
+    (bare / "PKG-INFO").unlink()
+    assert "release is unknown" in refused(engine, "not-vllm", bare)["message"]
+    inside = make_target(tmp_path / "site", "installed") / "vllm"
+    assert str(inside.parent) in refused(engine, "not-vllm", inside)["message"]
+
+
+def test_two_installations_in_one_folder(engine, tmp_path):
+    target = make_target(tmp_path / "t", "installed")
+    make_target(target, "installed", release="0.9.9")
+    assert "vllm-0.9.9.dist-info" in refused(engine, "not-vllm", target)["message"]
+
+
+def test_wrong_release(engine, tmp_path, kind):
+    target = make_target(tmp_path / "t", kind, release="2.0.0")
+    message = refused(engine, "wrong-release", target)["message"]
+    assert "2.0.0" in message and RELEASE in message
+    assert engine(target, "--status")[1]["state"] == "unknown"
+
+
+def test_a_release_candidate_is_another_release(engine, tmp_path, kind):
+    refused(engine, "wrong-release", make_target(tmp_path / "t", kind, release="1.0.0rc1"))
+
+
+def test_git_without_any_release(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    git(target, "tag", "-d", "v1.0.0")
+    assert "tag" in refused(engine, "wrong-release", target)["message"]
+
+
+def test_git_index_at_another_release(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git", release="0.5.0", files={
+        **PRISTINE, "vllm/config.py": b"old = 1\n"})  # fmt: skip
+    (target / "vllm/config.py").write_bytes(PRISTINE["vllm/config.py"])
+    git(target, "commit", "-q", "-a", "-m", "next")
+    git(target, "tag", "v1.0.0")
+    git(target, "read-tree", "v0.5.0")
+    error = refused(engine, "wrong-release", target)
+    assert "v0.5.0" in error["message"] and error["path"] == "vllm/config.py"
+    git(target, "read-tree", "v1.0.0")
+    git(target, "checkout", "-q", "v0.5.0", "--", "vllm")  # index and work tree
+    refused(engine, "wrong-release", target, "--check")
+    git(target, "checkout", "-q", "-f", "v0.5.0")  # HEAD as well
+    assert "0.5.0" in refused(engine, "wrong-release", target)["message"]
+
+
+@pytest.mark.parametrize("mode", [[], ["--check"], ["--status"]])
+def test_source_changed_names_file_and_line(engine, target, mode):
+    text = PRISTINE["vllm/config.py"]
+    for edit, line in [
+        (text.replace(b"line4 = 4", b"line4 = 5"), 5),
+        (text.replace(b"line30 = 30\n", b""), 31),
+        (b"extra = 1\n" + text, 2),  # nothing is ever applied at an offset
+        (text.replace(b"line20 = 20", b"line20 = 21"), None),  # no hunk is near
+        (text[: text.index(b"line20")], 21),  # cut off: it differs where it ends
+    ]:
+        (target / "vllm/config.py").write_bytes(edit)
+        error = refused(engine, "source-changed", target, *mode)
+        assert (error["path"], error["line"]) == ("vllm/config.py", line)
+        assert "vllm/config.py" in error["message"]
+    (target / "vllm/config.py").unlink()
+    assert refused(engine, "source-changed", target)["path"] == "vllm/config.py"
+    assert engine(target, "--status")[1]["state"] == "drifted"
+
+
+def test_a_changed_line_end_is_a_change(engine, tmp_path):
+    target = make_target(tmp_path / "t", "source")
+    (target / "vllm/crlf.py").write_bytes(PRISTINE["vllm/crlf.py"].replace(b"\r\n", b"\n"))
+    assert refused(engine, "source-changed", target)["line"] == 1
+    (target / "vllm/crlf.py").write_bytes(PRISTINE["vllm/crlf.py"])
+    (target / "vllm/noeol.py").write_bytes(PRISTINE["vllm/noeol.py"] + b"\n")
+    assert refused(engine, "source-changed", target)["line"] == 2
+
+
+@pytest.mark.parametrize("path", ["vllm/dsv4/main.py", "vllm/dsv4", "vllm/dsv4/deep"])
+def test_file_in_the_way(engine, target, path):
+    (target / path).parent.mkdir(exist_ok=True)
+    (target / path).write_bytes(b"somebody else's\n")
+    assert refused(engine, "file-in-the-way", target)["path"] == path
+
+
+def test_a_dangling_link_is_in_the_way_too(engine, tmp_path):
+    target = make_target(tmp_path / "t", "source")
+    (target / "vllm/sub/glue.py").symlink_to("nowhere.py")
+    assert refused(engine, "file-in-the-way", target)["path"] == "vllm/sub/glue.py"
+
+
+@pytest.mark.parametrize("path", ["vllm/config.py", "vllm/empty", "vllm/sub", "vllm"])
+def test_symlink_escape(engine, target, tmp_path, path):
+    outside = tmp_path / "outside"
+    (target / path).rename(outside)
+    (target / path).symlink_to(outside)
+    before = snapshot(outside) if outside.is_dir() else outside.read_bytes()
+    error = refused(engine, "symlink-escape", target)
+    assert error["path"].startswith(path)
+    assert (snapshot(outside) if outside.is_dir() else outside.read_bytes()) == before
+
+
+def test_state_folder_that_leads_out(engine, target, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (target / "vllm/_dsv4_overlay").symlink_to(tmp_path / "outside")
+    refused(engine, "symlink-escape", target)
+    refused(engine, "symlink-escape", target, "--revert")
+
+
+def test_two_paths_that_are_one_file(tmp_path, engine):
+    repo = make_repo(tmp_path / "r2", overlay={
+        "common/vllm/one/a.py": b"1\n", "common/vllm/two/a.py": b"2\n"})  # fmt: skip
+    engine.root = repo
+    target = make_target(tmp_path / "t", "source")
+    (target / "vllm/one").mkdir()
+    (target / "vllm/two").symlink_to("one")
+    assert refused(engine, "symlink-escape", target)["path"] == "vllm/two/a.py"
+
+
+# ---------------------------------------------------------------- after apply
+
+
+@pytest.mark.parametrize("mode", [[], ["--revert"], ["--status"], ["--check"]])
+def test_edited_since_apply(engine, target, mode):
+    engine.ok(target)
+    edits = {
+        "vllm/config.py": (EDITED["vllm/config.py"].replace(b"line9 = 9", b"line9 = 8"), 10),
+        "vllm/odd.py": (EDITED["vllm/odd.py"] + b"more = 1", 5),
+        "vllm/dsv4/deep/inner.py": (b"def go():\n    return 'gone'\n", 2),
+    }
+    for path, (data, line) in edits.items():
+        good = (target / path).read_bytes()
+        (target / path).write_bytes(data)
+        error = refused(engine, "edited-since-apply", target, *mode)
+        assert (error["path"], error["line"]) == (path, line)
+        report = engine(target, "--status")[1]
+        assert report["state"] == "drifted"
+        assert {"path": path, "action": "edited"} in report["files"]
+        (target / path).write_bytes(good)
+    for path in ("vllm/sub/glue.py", "vllm/noeol.py"):
+        good = (target / path).read_bytes()
+        (target / path).unlink()
+        assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
+        (target / path).symlink_to("config.py")
+        assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
+        (target / path).unlink()
+        (target / path).write_bytes(good)
+    engine.ok(target, "--revert")
+
+
+def test_pristine_content_put_back_by_hand_is_an_edit(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    engine.ok(target)
+    git(target, "checkout", "--", "vllm/config.py")
+    assert refused(engine, "edited-since-apply", target)["path"] == "vllm/config.py"
+
+
+def test_an_edited_wheel_listing(engine, tmp_path):
+    target = make_target(tmp_path / "t", "installed")
+    engine.ok(target)
+    listing = target / f"vllm-{RELEASE}.dist-info/RECORD"
+    listing.write_bytes(listing.read_bytes() + b"vllm/extra.py,,\n")
+    error = refused(engine, "edited-since-apply", target, "--revert")
+    assert error["path"].endswith("RECORD")
+    assert error["line"] == listing.read_bytes().count(b"\n")
+
+
+def test_patch_changed(engine, target):
+    engine.ok(target)
+    patch = engine.root / f"patches/{RELEASE}/rest.patch"
+    good = patch.read_bytes()
+    patch.write_bytes(good.replace(b"Origin: own", b"Origin: other"))
+    assert refused(engine, "patch-changed", target)["path"] == "rest.patch"
+    assert refused(engine, "patch-changed", target, "--check")["path"] == "rest.patch"
+    patch.write_bytes(good)
+    extra = engine.root / "overlay/common/vllm/dsv4/new.py"
+    extra.write_bytes(b"")
+    assert refused(engine, "patch-changed", target)["path"] == "vllm/dsv4/new.py"
+    extra.unlink()
+    engine.ok(target)
+
+
+def test_vllm_upgraded_under_an_applied_overlay(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    engine.ok(target)
+    git(target, "commit", "-q", "--allow-empty", "-m", "next")
+    git(target, "tag", "v0.9.9")
+    assert "--revert" in refused(engine, "patch-changed", target)["message"]
+
+
+def test_record_lost(engine, target):
+    engine.ok(target)
+    record = target / "vllm/_dsv4_overlay/record.json"
+    good = record.read_bytes()
+    for mode in ([], ["--revert"], ["--status"]):
+        record.unlink()
+        refused(engine, "record-lost", target, *mode)
+        record.write_bytes(good[: len(good) // 2])
+        refused(engine, "record-lost", target, *mode)
+        record.write_bytes(good)
+    engine.ok(target, "--revert")
+
+
+# ---------------------------------------------------------------- the system says no
+
+
+def as_nobody(function):
+    """Run `function` in a child that is not root; return its result (a short string)."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            os.write(into, function().encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    os.waitpid(child, 0)
+    with os.fdopen(out) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_not_writable(engine, tmp_path, kind):
+    target = make_target(tmp_path / "t", kind, modes={})
+    for folder in tmp_path.parents:  # let the other user in
+        if folder.stat().st_uid == os.geteuid() and folder != folder.parent:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    tmp_path.chmod(0o755)
+    engine.ok(target, "--check")  # every import is done before the change of user
+    (target / "vllm").chmod(0o555)
+    before = snapshot(target)
+
+    def attempt():
+        from dsv4_overlay_tools.cli import Report, _parse, _run
+        from dsv4_overlay_tools.errors import Refusal
+
+        try:
+            _run(_parse([str(target)]), engine.root, Report())
+        except Refusal as refusal:
+            return f"{refusal.code} {refusal.message}"
+        return "applied"
+
+    if kind == "git":
+        os.environ["GIT_CONFIG_COUNT"] = "1"
+        os.environ["GIT_CONFIG_KEY_0"] = "safe.directory"
+        os.environ["GIT_CONFIG_VALUE_0"] = "*"
+    try:
+        said = as_nobody(attempt)
+    finally:
+        for name in ("GIT_CONFIG_COUNT", "GIT_CONFIG_KEY_0", "GIT_CONFIG_VALUE_0"):
+            os.environ.pop(name, None)
+    assert said.startswith("not-writable ") and str(target / "vllm") in said
+    assert snapshot(target) == before
+    if os.geteuid() == 0:
+        (target / "vllm/config.py").chmod(0)
+        said = as_nobody(attempt)
+        # git itself looks at the owner first; the environment above silenced it.
+        expected = "not-vllm git distrusts" if kind == "git" else "not-readable vllm/config.py"
+        assert said.startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["replace", "write", "fsync", "mkdir", "rmdir"])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_an_error_on_the_way_puts_everything_back(engine, tmp_path, monkeypatch, name, after):
+    target = make_target(tmp_path / "t", "installed")
+    before = snapshot(target)
+    real = getattr(os, name)
+    calls = []
+
+    def full(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == after + 1:
+            raise OSError(28, "No space left on device", str(args[0]))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transaction.os, name, full)
+        status, report = engine(target)
+    if len(calls) <= after:
+        assert status == 0
+        return
+    assert report["error"]["code"] == "not-writable", report
+    assert "No space left" in report["error"]["message"]
+    assert snapshot(target) == before
+
+
+# ---------------------------------------------------------------- the series itself
+
+OTHER = PRISTINE["vllm/crlf.py"]
+BAD = {
+    "new file": b"--- /dev/null\n+++ b/vllm/new.py\n@@ -0,0 +1 @@\n+x\n",
+    "deleted": b"--- a/vllm/crlf.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n",
+    "renamed": b"--- a/vllm/crlf.py\n+++ b/vllm/other.py\n@@ -1 +1 @@\n-x\n+y\n",
+    "mode": b"diff --git a/vllm/tool.sh b/vllm/tool.sh\nold mode 100755\nnew mode 100644\n",
+    "outside vllm": b"--- a/setup.py\n+++ b/setup.py\n@@ -1 +1 @@\n-x\n+y\n",
+    "climbing": b"--- a/vllm/../x.py\n+++ b/vllm/../x.py\n@@ -1 +1 @@\n-x\n+y\n",
+    "state folder": b"--- a/vllm/_dsv4_overlay/x\n+++ b/vllm/_dsv4_overlay/x\n@@ -1 +1 @@\n-x\n+y\n",
+    "short": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1,3 +1,3 @@\n-a = 1\r\n+b\n",
+    "garbage": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +1 @@\nwhat\n",
+    "wrong place": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +2 @@\n-a = 1\r\n+b\r\n",
+    "doubled": diff("vllm/noeol.py", b"a\n", b"b\n"),
+    "unpinned": diff("vllm/sub/__init__.py", b"", b"b\n"),
+    "trailing": diff("vllm/crlf.py", OTHER, OTHER + b"d = 4\r\n") + b"\n\n",
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_series(engine, tmp_path, what):
+    folder = engine.root / f"patches/{RELEASE}"
+    (folder / "bad.patch").write_bytes(header(["vllm/crlf.py"]) + b"\n" + BAD[what])
+    (folder / "series").write_text("config.patch\nrest.patch\nbad.patch\n")
+    target = make_target(tmp_path / "t", "source")
+    before = snapshot(target)
+    message = engine.refused("bad-series", target)["message"]
+    assert "bad.patch" in message or "sub/__init__" in message
+    assert snapshot(target) == before
+
+
+def test_a_patch_that_does_not_fit_its_own_pristine_file(engine, tmp_path):
+    patch = engine.root / f"patches/{RELEASE}/config.patch"
+    patch.write_bytes(patch.read_bytes().replace(b" line2 = 2\n", b" line2 = 0\n"))
+    error = engine.refused("bad-series", make_target(tmp_path / "t", "source"))
+    assert (error["path"], error["line"]) == ("vllm/config.py", 3)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda folder: (folder / "rest.patch").unlink(),
+        lambda folder: (folder / "series").unlink(),
+        lambda folder: (folder / "release.toml").write_text("release = "),
+        lambda folder: (folder / "release.toml").write_text('release = "1.0.0"\n'),
+        lambda folder: (folder / "rest.patch").write_bytes(b"not a header\n"),
+        lambda folder: (folder / "rest.patch").write_bytes(header([]) + b"Hooks: again\n"),
+    ],
+)
+def test_broken_release_folder(engine, tmp_path, edit):
+    target = make_target(tmp_path / "t", "source")
+    edit(engine.root / f"patches/{RELEASE}")
+    refused(engine, "bad-series", target)
+
+
+@pytest.mark.parametrize(
+    "path", ["common/vllm/sub/glue.py", "common/vllm/config.py", "common/vllm/_dsv4_overlay/x.py"]
+)
+def test_overlay_files_that_cannot_be(engine, tmp_path, path):
+    place = engine.root / "overlay" / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(b"")
+    refused(engine, "bad-series", make_target(tmp_path / "t", "source"))
+
+
+def test_a_link_in_the_overlay(engine, tmp_path):
+    (engine.root / "overlay/common/vllm/dsv4/link.py").symlink_to("/etc/hostname")
+    refused(engine, "bad-series", make_target(tmp_path / "t", "source"))
+
+
+def test_a_release_this_repository_no_longer_knows_can_be_taken_off(engine, target):
+    before = snapshot(target)
+    engine.ok(target)
+    for file in (engine.root / f"patches/{RELEASE}").iterdir():
+        file.unlink()
+    assert engine.ok(target, "--status")["state"] == "applied"
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
