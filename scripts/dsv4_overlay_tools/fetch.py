@@ -152,6 +152,8 @@ def archive(series: Series, release: str) -> Path:
                     f"{series.folder / 'release.toml'} pins {pin}; do not use it, and check the "
                     "package index.",
                 )
+            if fetched.parent != Path(temporary):  # unearth hands out a local index's own file
+                fetched = Path(shutil.copy(fetched, temporary))
             os.replace(fetched, place)
     return place
 

@@ -5,8 +5,8 @@ from smallworld import KINDS, Engine, make_repo, make_target
 
 
 @pytest.fixture
-def engine(tmp_path, capsys):
-    return Engine(make_repo(tmp_path / "repo"), capsys)
+def engine(tmp_path):
+    return Engine(make_repo(tmp_path / "repo"))
 
 
 @pytest.fixture(params=KINDS)

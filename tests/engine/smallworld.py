@@ -1,7 +1,9 @@
 """A small repository with a series and an overlay, and a small vLLM of each kind to apply it to."""
 
+import contextlib
 import difflib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -171,15 +173,15 @@ def copy(source, place):
 class Engine:
     """The tool on one repository, in this process."""
 
-    def __init__(self, root, capsys=None):
+    def __init__(self, root):
         self.root = root
-        self.capsys = capsys
 
     def __call__(self, *argv):
         """Run with --json; return (exit status, report)."""
-        self.capsys.readouterr()
-        status = cli.main([str(arg) for arg in argv] + ["--json"], self.root)
-        return status, json.loads(self.capsys.readouterr().out)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            status = cli.main([str(arg) for arg in argv] + ["--json"], self.root)
+        return status, json.loads(out.getvalue())
 
     def ok(self, *argv):
         status, report = self(*argv)

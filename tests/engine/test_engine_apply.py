@@ -328,11 +328,11 @@ def test_a_long_path_is_not_cut(tmp_path, capsys):
     assert long in capsys.readouterr().out
 
 
-def test_an_upgrade_is_revert_then_apply(engine, tmp_path, capsys):
+def test_an_upgrade_is_revert_then_apply(engine, tmp_path):
     target = make_target(tmp_path / "target", "installed")
     before = snapshot(target)
     engine.ok(target)
-    newer = Engine(copy(engine.root, tmp_path / "newer"), capsys)
+    newer = Engine(copy(engine.root, tmp_path / "newer"))
     (newer.root / "overlay/common/vllm/dsv4/table.json").write_bytes(b"[]\n")
     assert "--revert" in newer.refused("patch-changed", target)["message"]
     assert newer.ok(target, "--status")["state"] == "applied"

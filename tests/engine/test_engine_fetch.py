@@ -1,0 +1,142 @@
+"""--fetch: from a package index in a folder, since pip's configuration says where to look."""
+
+import io
+import os
+import tarfile
+
+import pytest
+from dsv4_overlay_tools import fetch
+from smallworld import EDITED, PRISTINE, RELEASE, metadata, sha256, snapshot
+
+
+def make_archive(files=None, top=f"vllm-{RELEASE}", extra=()):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for path, data in {**(PRISTINE if files is None else files),
+                           "PKG-INFO": metadata(RELEASE)}.items():  # fmt: skip
+            info = tarfile.TarInfo(f"{top}/{path}")
+            info.size, info.mode, info.mtime = len(data), 0o644, 10**9
+            tar.addfile(info, io.BytesIO(data))
+        for info in extra:
+            tar.addfile(info)
+    return out.getvalue()
+
+
+@pytest.fixture
+def index(engine, tmp_path, monkeypatch):
+    """Returns publish(archive, pin=None): put it on the index and pin it in release.toml."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in list(os.environ):
+        if name.startswith("PIP_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    folder = tmp_path / "index/vllm"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
+
+    def publish(data, pin=None):
+        name = f"vllm-{RELEASE}.tar.gz"
+        (folder / name).write_bytes(data)
+        (folder / "index.html").write_text(f'<a href="{name}">{name}</a>')
+        pins = engine.root / f"patches/{RELEASE}/release.toml"
+        text = pins.read_text()
+        old = text.partition('sdist_sha256 = "')[2][:64]
+        pins.write_text(text.replace(old, pin or sha256(data), 1))
+
+    return publish
+
+
+def test_fetch_then_apply(engine, index, tmp_path, capsys):
+    index(make_archive())
+    report = engine.ok("--fetch", RELEASE, tmp_path / "deep/tree")
+    assert (report["kind"], report["state"]) == ("source", "applied")
+    assert (tmp_path / "deep/tree/vllm/config.py").read_bytes() == EDITED["vllm/config.py"]
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["tree"]
+    engine.ok(tmp_path / "deep/tree", "--revert")
+    assert (tmp_path / "deep/tree/vllm/config.py").read_bytes() == PRISTINE["vllm/config.py"]
+
+
+def test_the_cache_is_used_and_checked(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    engine.ok("--fetch", RELEASE, tmp_path / "one")
+    assert (tmp_path / f"index/vllm/vllm-{RELEASE}.tar.gz").exists()  # copied, not moved
+    monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere/at/all")
+    (tmp_path / "two").mkdir()  # an empty folder is as good as none
+    engine.ok("--fetch", RELEASE, tmp_path / "two")
+    cached = tmp_path / f"cache/vllm-dsv4-overlay/sdist/vllm-{RELEASE}.tar.gz"
+    cached.write_bytes(cached.read_bytes()[:100])
+    engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "three")
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "index").as_uri())
+    engine.ok("--fetch", RELEASE, tmp_path / "three")
+
+
+def test_archive_mismatch(engine, index, tmp_path):
+    index(make_archive(), pin="a" * 64)
+    error = engine.refused("archive-mismatch", "--fetch", RELEASE, tmp_path / "tree")
+    assert "a" * 64 in error["message"]
+    assert not (tmp_path / "tree").exists()
+    assert list((tmp_path / "cache/vllm-dsv4-overlay/sdist").iterdir()) == []
+
+
+def test_target_not_empty(engine, index, tmp_path):
+    index(make_archive())
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/mine").write_text("mine")
+    before = snapshot(tmp_path / "tree")
+    engine.refused("fetch-target-not-empty", "--fetch", RELEASE, tmp_path / "tree")
+    assert snapshot(tmp_path / "tree") == before
+    (tmp_path / "file").write_text("")
+    engine.refused("fetch-target-not-empty", "--fetch", RELEASE, tmp_path / "file")
+
+
+def test_unknown_release_and_unreachable_index(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    engine.refused("wrong-release", "--fetch", "3.0.0", tmp_path / "tree")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped"])
+def test_an_archive_that_writes_elsewhere(engine, index, tmp_path, name):
+    link = tarfile.TarInfo(f"vllm-{RELEASE}/link")
+    link.type, link.linkname = tarfile.SYMTYPE, name
+    index(make_archive(extra=[link]))
+    engine.refused("archive-mismatch", "--fetch", RELEASE, tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()
+    assert not [path for path in tmp_path.iterdir() if "fetching" in path.name]
+
+
+def test_killed_while_unpacking(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    engine.ok("--fetch", RELEASE, tmp_path / "warm")
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(fetch.os, "rename", lambda *_: os._exit(9))
+        try:
+            engine("--fetch", RELEASE, tmp_path / "tree")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not (tmp_path / "tree").exists()
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+    assert not [path for path in tmp_path.iterdir() if "fetching" in path.name]
+
+
+def test_pip_configuration_is_read(tmp_path, monkeypatch):
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        "[global]\nindex-url = https://a.example/simple\nextra-index-url =\n  https://b.example\n"
+        "  https://c.example\n[install]\nfind-links = /wheels\n"
+    )
+    for name in list(os.environ):
+        if name.startswith("PIP_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "a.example")
+    found = fetch.pip_sources()
+    assert found["index-url"] == ["https://a.example/simple"]
+    assert found["extra-index-url"] == ["https://b.example", "https://c.example"]
+    assert (found["find-links"], found["trusted-host"]) == (["/wheels"], ["a.example"])
+    monkeypatch.setenv("PIP_INDEX_URL", "https://d.example/simple")
+    assert fetch.pip_sources()["index-url"] == ["https://d.example/simple"]

@@ -1,0 +1,158 @@
+"""The shell scripts: the environment they make for themselves, and where their output goes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from smallworld import EDITED, PRISTINE, ROOT, make_repo, make_target, snapshot
+
+TOOL = """import os, sys
+print("tool", sys.argv[1:], os.environ["DSV4_OVERLAY_PYTHON"])
+print(sys.flags.isolated, sys.prefix)
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """The scripts with no requirements and a tool that only prints, so that no index is needed."""
+    folder = tmp_path / "scripts"
+    (folder / "dsv4_overlay_tools").mkdir(parents=True)
+    for name in ("apply-patches.sh", "check-series.sh", "export-series.sh", "bootstrap.py"):
+        shutil.copy(ROOT / "scripts" / name, folder)
+    (folder / "requirements.txt").write_text("")
+    (folder / "dsv4_overlay_tools/__main__.py").write_text(TOOL)
+    return folder
+
+
+def environment(tmp_path, **more):
+    env = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "DSV4_OVERLAY_PYTHON")}
+    env["PATH"] = f"{os.path.dirname(sys.executable)}:{env['PATH']}"
+    return {**env, "XDG_CACHE_HOME": str(tmp_path / "cache"), **more}
+
+
+def start(script, *args, env, **kwargs):
+    return subprocess.Popen(
+        [str(script), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("apply-patches.sh", "apply"), ("export-series.sh", "export"), ("check-series.sh", "check")],
+)
+def test_output_is_that_of_the_tool_only(scripts, tmp_path, name, command):
+    env = environment(tmp_path, PYTHONPATH="/nowhere")
+    first = start(scripts / name, "--x", "a b", env=env, cwd="/")
+    out, err = first.communicate()
+    lines = out.splitlines()
+    assert first.returncode == 0 and len(lines) == 2, err
+    python = shutil.which("python3", path=env["PATH"])
+    assert lines[0] == f"tool ['{command}', '--x', 'a b'] {python}"
+    flag, prefix = lines[1].split(" ", 1)
+    assert flag == "1" and prefix.startswith(str(tmp_path / "cache/vllm-dsv4-overlay/venv-"))
+    assert err == "Preparing the tools (first run)\n"
+    out, err = start(scripts / name, env=env).communicate()
+    assert out.endswith(lines[1] + "\n") and err == ""
+
+
+def test_virtual_env_names_the_active_python(scripts, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
+    env = environment(tmp_path, VIRTUAL_ENV=str(tmp_path / "v"))
+    out, _ = start(scripts / "apply-patches.sh", env=env).communicate()
+    assert out.splitlines()[0].endswith(str(tmp_path / "v/bin/python"))
+
+
+def test_two_first_runs_make_one_environment(scripts, tmp_path):
+    env = environment(tmp_path)
+    runs = [start(scripts / "apply-patches.sh", env=env) for _ in range(2)]
+    said = [run.communicate() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert said[0][0] == said[1][0]
+    assert sorted(err for _, err in said) == ["", "Preparing the tools (first run)\n"]
+    assert len(list((tmp_path / "cache/vllm-dsv4-overlay").iterdir())) == 1
+
+
+def test_a_killed_first_run_is_made_good(scripts, tmp_path):
+    env = environment(tmp_path)
+    run = start(scripts / "apply-patches.sh", env=env, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "cache").glob("*/venv-*/bin")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    again = start(scripts / "apply-patches.sh", env=env)
+    out, err = again.communicate()
+    assert again.returncode == 0 and out.startswith("tool"), err
+    names = [path.name for path in (tmp_path / "cache/vllm-dsv4-overlay").iterdir()]
+    assert len(names) == 1 and not names[0].endswith(".new")
+
+
+def test_other_requirements_make_another_environment(scripts, tmp_path):
+    env = environment(tmp_path)
+    one = start(scripts / "apply-patches.sh", env=env).communicate()[0]
+    (scripts / "requirements.txt").write_text("# changed\n")
+    assert start(scripts / "apply-patches.sh", env=env).communicate()[0] != one
+
+
+def test_an_environment_that_cannot_be_made(scripts, tmp_path):
+    (scripts / "requirements.txt").write_text("no-such-package==1 --hash=sha256:" + "0" * 64)
+    env = environment(tmp_path, PIP_NO_INDEX="1", UV_NO_INDEX="1", UV_OFFLINE="1")
+    run = start(scripts / "apply-patches.sh", "x", "--json", env=env)
+    out, err = run.communicate()
+    assert run.returncode == 1
+    assert json.loads(out)["error"]["code"] == "bootstrap-failed"
+    assert list((tmp_path / "cache/vllm-dsv4-overlay").iterdir()) == []
+    run = start(scripts / "apply-patches.sh", "x", env=env)
+    out, err = run.communicate()
+    assert out == "" and err.splitlines()[-1].startswith("error: bootstrap-failed: ")
+    (tmp_path / "file").write_text("")
+    run = start(scripts / "apply-patches.sh", env={**env, "XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert "bootstrap-failed" in run.communicate()[1]
+
+
+@pytest.mark.skipif(bool(os.environ.get("PIP_NO_INDEX")), reason="needs a package index")
+def test_the_real_thing(tmp_path):
+    """The scripts as they are, with their pinned requirements, on a repository of their own."""
+    repo = make_repo(tmp_path / "repo")
+    shutil.copytree(ROOT / "scripts", repo / "scripts",
+                    ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    target = make_target(tmp_path / "target", "git")
+    before = snapshot(target)
+    # The user's PYTHONPATH may hold anything; the tools must not import it.
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("rich", "unidiff", "tomlkit", "git"):
+        (poison / f"{name}.py").write_text("raise RuntimeError('imported')\n")
+    env = environment(tmp_path, PYTHONPATH=str(poison))
+
+    def run(*args, script="apply-patches.sh"):
+        done = start(repo / "scripts" / script, *map(str, args), env=env, cwd=tmp_path)
+        out, err = done.communicate()
+        return done.returncode, out, err
+
+    status, out, err = run(target, "--json")
+    assert status == 0, err
+    assert json.loads(out)["state"] == "applied"
+    assert (target / "vllm/config.py").read_bytes() == EDITED["vllm/config.py"]
+    assert run(target)[0] == 0
+    assert run(target, "--status", "--check")[0] == 2
+    assert run(target / "vllm")[0] == 1
+    assert run(target, "--revert")[0] == 0
+    assert snapshot(target) == before
+    (repo / "overlay/1.0.0/vllm/sub/glue.py").unlink()
+    pristine = make_target(tmp_path / "pristine", "source")
+    status, out, err = run("1.0.0", "--pristine", pristine, script="check-series.sh")
+    assert (status, err) == (0, ""), err
+    for path in EDITED:
+        (pristine / path).write_bytes(EDITED[path])
+    other = make_target(tmp_path / "other", "source", files=PRISTINE)
+    status, out, _ = run("1.0.0", pristine, "--pristine", other, script="export-series.sh")
+    assert status == 0 and "nothing to write" in out
+    assert not list((repo / "scripts").rglob("__pycache__"))

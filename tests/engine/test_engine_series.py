@@ -1,0 +1,370 @@
+"""export-series.sh and check-series.sh."""
+
+import subprocess
+
+import pytest
+from dsv4_overlay_tools import maintain
+from dsv4_overlay_tools.series import parse_patch, split_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from smallworld import (
+    EDITED,
+    OVERLAY,
+    PRISTINE,
+    RELEASE,
+    copy,
+
+    header,
+    make_repo,
+    make_target,
+    snapshot,
+)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A repository, the pristine tree and the edited one."""
+    repo = make_repo(tmp_path / "own")
+    pristine = make_target(tmp_path / "pristine", "source")
+    tree = copy(pristine, tmp_path / "tree")
+    for path, data in EDITED.items():
+        (tree / path).write_bytes(data)
+    # The reachable part of the overlay only: glue.py is what nothing names.
+    (repo / f"overlay/{RELEASE}/vllm/sub/glue.py").unlink()
+    return repo, pristine, tree
+
+
+def run_export(world, capsys):
+    repo, pristine, tree = world
+    capsys.readouterr()
+    status = maintain.export_main([RELEASE, str(tree), "--pristine", str(pristine)], repo)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def run_check(world, capsys):
+    repo, pristine, _ = world
+    capsys.readouterr()
+    status = maintain.check_main([RELEASE, "--pristine", str(pristine)], repo)
+    out, err = capsys.readouterr()
+    assert (status == 0) == (err == ""), err
+    return status, out, err
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_export_of_the_edited_tree_is_the_series(world, capsys):
+    repo, _, _ = world
+    before = snapshot(repo)
+    status, out, err = run_export(world, capsys)
+    assert (status, err) == (0, "") and "nothing to write" in out
+    assert snapshot(repo) == before
+    assert run_check(world, capsys)[0] == 0
+
+
+def test_export_writes_what_apply_then_gives(world, capsys, engine):
+    repo, pristine, tree = world
+    (tree / "vllm/odd.py").write_bytes(EDITED["vllm/odd.py"] + b"\x85\xff no newline")
+    (tree / "vllm/crlf.py").write_bytes(PRISTINE["vllm/crlf.py"])  # no longer changed
+    folder = repo / f"patches/{RELEASE}"
+    headers = {p.name: parse_patch(p.name, p.read_bytes()).header for p in folder.glob("*.patch")}
+    (folder / "release.toml").write_text("# kept\n" + (folder / "release.toml").read_text())
+    status, out, _ = run_export(world, capsys)
+    assert status == 0
+    assert sorted(out.split()) == sorted(
+        ["wrote"] * 3 + [f"patches/{RELEASE}/{n}" for n in
+                         ("config.patch", "rest.patch", "release.toml")])  # fmt: skip
+    for name, text in headers.items():
+        assert (folder / name).read_bytes().startswith(text)
+    toml = (folder / "release.toml").read_text()
+    assert toml.startswith("# kept\n") and "vllm/crlf.py" not in toml and "vllm/odd.py" in toml
+    engine.root = repo
+    engine.ok(pristine)
+    for path in EDITED:
+        assert (pristine / path).read_bytes() == (tree / path).read_bytes(), path
+
+
+def test_a_new_patch_starts_as_a_header(world, capsys):
+    repo, _, tree = world
+    new = b"value = 1\nother = 2\n"
+    (tree / "vllm/sub/untouched.py").write_bytes(new)
+    before = snapshot(repo)
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and snapshot(repo) == before
+    assert "unowned-change" in err and "vllm/sub/untouched.py" in err and "header" in err
+    folder = repo / f"patches/{RELEASE}"
+    (folder / "new.patch").write_bytes(header(["vllm/sub/untouched.py"]))
+    (folder / "series").write_text("config.patch\nnew.patch\nrest.patch\n")
+    assert run_export(world, capsys)[0] == 0
+    patch = parse_patch("new.patch", (folder / "new.patch").read_bytes())
+    assert patch.diffs[0].apply(PRISTINE["vllm/sub/untouched.py"]) == new
+    assert run_check(world, capsys)[0] == 0
+
+
+def test_export_says_what_it_leaves_out(world, capsys):
+    repo, _, tree = world
+    (tree / "vllm/brand_new.py").write_bytes(b"")
+    (tree / "vllm/dsv4").mkdir()
+    (tree / "vllm/dsv4/main.py").write_bytes(b"edited here\n")
+    (tree / "vllm/dsv4/__init__.py").write_bytes(OVERLAY["common/vllm/dsv4/__init__.py"])
+    (tree / "vllm/sub/untouched.py").unlink()
+    (tree / "vllm/__pycache__").mkdir()
+    (tree / "vllm/__pycache__/config.cpython-311.pyc").write_bytes(b"")
+    (tree / "vllm/_C.abi3.so").write_bytes(b"")
+    status, _, err = run_export(world, capsys)
+    assert status == 0
+    notes = err.strip().splitlines()
+    assert len(notes) == 3
+    assert any("vllm/brand_new.py is new" in note for note in notes)
+    assert any("vllm/dsv4/main.py differs from" in note for note in notes)
+    assert any("vllm/sub/untouched.py is missing" in note for note in notes)
+
+
+def test_export_refuses_another_release_and_deleted_files(world, capsys):
+    repo, pristine, tree = world
+    (tree / "vllm/crlf.py").unlink()
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and "vllm/crlf.py" in err
+    (tree / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.9\n")
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and "wrong-release" in err
+
+
+def test_export_from_an_applied_git_checkout(world, capsys, engine, tmp_path):
+    """The usual way: apply, edit, export. The tool's own folder is no change."""
+    repo, pristine, _ = world
+    tree = make_target(tmp_path / "git", "git")
+    engine.root = repo
+    engine.ok(tree)
+    config = tree / "vllm/config.py"
+    config.write_bytes(config.read_bytes().replace(b"line10 = 10\n", b"line10 = 11\n"))
+    status, out, err = run_export((repo, pristine, tree), capsys)
+    assert (status, err) == (0, "") and "config.patch" in out
+    assert b"+line10 = 11\n" in (repo / f"patches/{RELEASE}/config.patch").read_bytes()
+
+
+LINES = st.lists(st.sampled_from([b"a\n", b"b\n", b"\n", b"c\r\n", b"\x0c\x85\xff\n", b"--- a\n",
+                                  b"+++ b\n", b"@@ -1 +1 @@\n", b"\\ No\n"]), max_size=30)  # fmt: skip
+TEXT = st.builds(lambda lines, tail: b"".join(lines) + tail, LINES, st.sampled_from([b"", b"x"]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, TEXT)
+def test_diff_and_apply_are_inverse(before, after):
+    data = header(["vllm/x.py"]) + b"\n" + maintain.unified("vllm/x.py", before, after)
+    patch = parse_patch("x.patch", data)
+    if before == after:
+        assert patch.diffs == []
+    else:
+        assert patch.diffs[0].apply(before) == after
+        assert maintain.export_patch(patch, {"vllm/x.py": before}, {"vllm/x.py": after}) == data
+
+
+@settings(max_examples=40, deadline=None)
+@given(before=TEXT, after=TEXT)
+def test_git_reads_the_diff_the_same_way(tmp_path_factory, before, after):
+    folder = tmp_path_factory.mktemp("git")
+    (folder / "vllm").mkdir()
+    (folder / "vllm/x.py").write_bytes(before)
+    diff = maintain.unified("vllm/x.py", before, after)
+    # Two edges git will not take without more words: files that become empty, or were.
+    if not (before and after and diff):
+        return
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run(
+        ["git", "-C", str(folder), "apply", "--unidiff-zero", "--whitespace=nowarn", "-"],
+        input=diff, check=True, capture_output=True,
+    )  # fmt: skip
+    assert (folder / "vllm/x.py").read_bytes() == after
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(max_size=8), max_size=8))
+def test_lines_end_at_newline_only(parts):
+    data = b"\n".join(parts)
+    lines = split_lines(data)
+    assert "".join(lines).encode("latin-1") == data
+    assert len(lines) == data.count(b"\n") + (not data.endswith(b"\n") and data != b"")
+
+
+def test_hunks_are_small():
+    """One change among repeated lines is one added and one removed line, two lines of context."""
+    lines = [b"same\n"] * 50
+    changed = [*lines[:20], b"other\n", *lines[21:]]
+    out = maintain.unified("vllm/x.py", b"".join(lines), b"".join(changed)).split(b"\n")[2:-1]
+    assert out == [b"@@ -19,5 +19,5 @@", b" same", b" same", b"-same", b"+other", b" same", b" same"]
+
+
+# ---------------------------------------------------------------- check
+
+
+def patch_of(world, name="config.patch"):
+    return world[0] / f"patches/{RELEASE}" / name
+
+
+def edit(path, old, new):
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+
+
+def bigger(world):
+    config = EDITED["vllm/config.py"] + b"".join(b"more%d = 1\n" % i for i in range(200))
+    (world[2] / "vllm/config.py").write_bytes(config)
+
+
+FAULTS = {
+    "unlisted": (lambda w: patch_of(w, "stray.patch").write_bytes(b""), "stray.patch is not in"),
+    "twice": (lambda w: patch_of(w, "series").write_text("config.patch\nrest.patch\nrest.patch\n"),
+              "rest.patch is twice"),
+    "missing": (lambda w: patch_of(w).unlink(), "config.patch: is in the series but cannot"),
+    "field": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b""), "Drop-When is missing"),
+    "empty field": (lambda w: edit(patch_of(w), b"Hooks: nothing", b"Hooks:"), "Hooks is missing"),
+    "date": (lambda w: edit(patch_of(w), b"2026-01-31", b"January"), "Last-Update is not a date"),
+    "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about vllm/crlf"),
+    "context": (lambda w: edit(patch_of(w), b" line1 = 1\n", b" line1 = 0\n"), "does not fit"),
+    "other form": (lambda w: edit(patch_of(w), b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,5 @@ def x():"),
+                   "not what export-series.sh writes"),
+    "trailing text": (lambda w: patch_of(w).write_bytes(patch_of(w).read_bytes() + b"-- \n2.39\n"),
+                      "config.patch"),
+    "hash": (lambda w: edit(patch_of(w, "release.toml"), b'crlf.py" = "', b'crlf.py" = "0'),
+             "another sha256 for vllm/crlf.py"),
+    "extra hash": (lambda w: patch_of(w, "release.toml").write_text(
+        patch_of(w, "release.toml").read_text() + '"vllm/sub/__init__.py" = "0"\n'), "[files]"),
+    "pristine": (lambda w: (w[1] / "vllm/config.py").write_bytes(b"other\n"), "config.py"),
+    "unused": (lambda w: (w[0] / "overlay/common/vllm/dsv4/unused.py").write_bytes(b""),
+               "overlay/common/vllm/dsv4/unused.py is used by nothing"),
+    "unused data": (lambda w: (w[0] / "overlay/common/vllm/dsv4/x.json").write_bytes(b""),
+                    "x.json is used by nothing"),
+    "no longer named": (lambda w: (w[0] / "overlay/common/vllm/dsv4/main.py").write_bytes(b""),
+                        "deep/inner.py is used by nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds(world, capsys, fault):
+    assert run_check(world, capsys)[0] == 0
+    damage, said = FAULTS[fault]
+    damage(world)
+    status, _, err = run_check(world, capsys)
+    assert status == 1 and said in err, err
+
+
+def test_check_finds_a_patch_without_effect(world, capsys):
+    folder = world[0] / f"patches/{RELEASE}"
+    (folder / "none.patch").write_bytes(header([]))
+    (folder / "same.patch").write_bytes(
+        header(["vllm/sub/untouched.py"])
+        + b"\n--- a/vllm/sub/untouched.py\n+++ b/vllm/sub/untouched.py\n@@ -1 +1 @@\n"
+        + b"-value = 'as released'\n+value = 'as released'\n"
+    )
+    (folder / "series").write_text("config.patch\nrest.patch\nnone.patch\nsame.patch\n")
+    _, _, err = run_check(world, capsys)
+    assert "none.patch changes nothing" in err and "same.patch has no effect" in err
+
+
+def test_check_counts_lines_and_has_a_limit(world, capsys):
+    _, out, _ = run_check(world, capsys)
+    assert f"{RELEASE}: config.patch: 4 lines added" in out
+    assert f"{RELEASE}: rest.patch: 3 lines added" in out
+    assert f"{RELEASE}: 7 of 200 lines" in out
+    bigger(world)
+    assert run_export(world, capsys)[0] == 0
+    status, out, err = run_check(world, capsys)
+    assert status == 1 and "adds 207 lines" in err and "207 of 200" in out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import vllm.extra.one",
+        "from vllm.extra import one",
+        "from vllm.extra.one import thing",
+        "from ..extra import one",
+        "from ..extra.one import thing",
+        "def f():\n    if f:\n        from vllm.extra.one import x",
+        "import importlib\nm = importlib.import_module('vllm.extra.one')",
+        "PATHS = {'x': 'vllm.extra.one.Class'}",
+    ],
+)
+def test_the_ways_a_module_is_used(world, capsys, line):
+    repo = world[0]
+    folder = repo / "overlay/common/vllm/extra"
+    folder.mkdir()
+    (folder / "__init__.py").write_bytes(b"")
+    (folder / "one.py").write_bytes(b"")
+    _, _, err = run_check(world, capsys)
+    assert err.count("is used by nothing") == 2
+    with (repo / "overlay/common/vllm/dsv4/main.py").open("a") as file:
+        file.write(line + "\n")
+    assert run_check(world, capsys)[2] == ""
+    # What is only talked about is not used.
+    text = f'"""See vllm.extra.one."""\n# {line!r}\nfrom .deep.inner import go\nT = "table.json"\n'
+    (repo / "overlay/common/vllm/dsv4/main.py").write_text(text)
+    assert run_check(world, capsys)[2].count("is used by nothing") == 2
+
+
+def test_only_added_lines_of_vllm_are_roots(world, capsys):
+    """vLLM itself naming a module of the overlay is no hook of ours."""
+    repo, pristine, tree = world
+    for place, text in ((pristine, PRISTINE), (tree, EDITED)):
+        data = text["vllm/config.py"].replace(b"line20 = 20\n", b"import vllm.extra\n")
+        (place / "vllm/config.py").write_bytes(data)
+    (repo / "overlay/common/vllm/extra.py").write_bytes(b"")
+    assert run_export(world, capsys)[0] == 0
+    assert "extra.py is used by nothing" in run_check(world, capsys)[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "fine"),
+    [
+        ("import torch, triton.language as tl, math\nfrom __future__ import annotations\n", True),
+        ("from . import other\nfrom .other import x\n", True),
+        ("import vllm\n", False),
+        ("def f():\n    from vllm.logger import init_logger\n", False),
+        ("from .. import envs\n", False),
+        ("from ...logger import init_logger\n", False),
+        ("import numpy\n", False),
+        ("import flashinfer\n", False),
+        ("import importlib\nimportlib.import_module('vllm.logger')\n", False),
+    ],
+)
+def test_the_kernels_stand_alone(world, capsys, source, fine):
+    repo = world[0]
+    folder = repo / "overlay/common/vllm/third_party/dsv4_kernels"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from . import ops\n")
+    (folder / "ops.py").write_text(source)
+    (folder / "other.py").write_text("x = 1\n")
+    with (repo / "overlay/common/vllm/dsv4/main.py").open("a") as file:
+        file.write("import vllm.third_party.dsv4_kernels.other\n")
+    err = run_check(world, capsys)[2]
+    assert ("the kernels may use" in err) == (not fine), err
+
+
+def test_check_verifies_the_releases_it_serves(world, capsys, monkeypatch):
+    """Without --pristine the archives are compared: a claim to serve must be true."""
+    archives = {RELEASE: dict(PRISTINE), "0.9.9": dict(PRISTINE)}
+    monkeypatch.setattr(maintain.fetch, "archive", lambda series, release: release)
+    monkeypatch.setattr(maintain, "pristine_from_archive", archives.get)
+    assert maintain.check_main([], world[0]) == 0
+    archives["0.9.9"]["vllm/sub/untouched.py"] = b"differs, but is not touched\n"
+    assert maintain.check_main([], world[0]) == 0
+    archives["0.9.9"]["vllm/crlf.py"] = b"differs\n"
+    capsys.readouterr()
+    assert maintain.check_main([], world[0]) == 1
+    assert "serves 0.9.9, but its vllm/crlf.py" in capsys.readouterr().err
+
+
+def test_a_patch_that_breaks_the_syntax(world, capsys):
+    (world[2] / "vllm/config.py").write_bytes(EDITED["vllm/config.py"] + b"  def(\n")
+    assert run_export(world, capsys)[0] == 0
+    assert "config.patch makes vllm/config.py invalid Python" in run_check(world, capsys)[2]
+
+
+def test_usage(world, capsys):
+    for main, argv in [(maintain.check_main, ["--pristine", "x"]), (maintain.export_main, [])]:
+        with pytest.raises(SystemExit) as stopped:
+            main(argv, world[0])
+        assert stopped.value.code == 2
