@@ -8,10 +8,12 @@ Importing this module patches the interpreter of the running process; the packag
 `TRITON_INTERPRET=1` is set.
 """
 
-import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+
+# Triton's interpreter needs NumPy itself; this package does not.
+np = interpreter.np
 
 _TORCH_DTYPE = {
     tl.float8e4nv: torch.float8_e4m3fn,

@@ -95,8 +95,10 @@ def build_sparse_index_table(
     return SparseIndexTable(indices, lens, visible)
 
 
-# The width of a C128A table follows the longest sequence of the step; it must not select a new kernel.
-@triton.jit(do_not_specialize=["width", "compressed_width"])
+# Widths follow the longest sequence of the step; none may select a new kernel while requests wait.
+@triton.jit(
+    do_not_specialize=["width", "compressed_width", "swa_block_table_stride", "compressed_block_table_stride"]
+)
 def _build_kernel(
     indices_ptr,
     lens_ptr,

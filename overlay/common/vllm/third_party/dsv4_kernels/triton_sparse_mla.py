@@ -27,7 +27,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def sparse_mla_triton(call: SparseMLACall) -> None:
     """Write `call.out` for every token; see `sparse_mla` for the arguments and the formula."""
     tokens, heads, _ = call.query.shape
-    block_h, block_n, num_warps = _tile(heads, call.swa_pool.dtype)
+    block_h, block_n, num_warps = _tile(heads)
     head_blocks = triton.cdiv(heads, block_h)
     splits = _num_splits(tokens * head_blocks, triton.cdiv(call.indices.shape[1], block_n), call.query.device)
     device = call.query.device
@@ -86,13 +86,9 @@ def sparse_mla_triton(call: SparseMLACall) -> None:
         )
 
 
-def _tile(heads: int, pool_dtype: torch.dtype) -> tuple[int, int, int]:
-    """Heads and keys of one program, and its warps; measured on an H200 (see docs)."""
-    if heads <= 16:
-        return 16, 64, 4
-    if heads <= 32:
-        return 32, 64, 4
-    return 64, 64, 8
+def _tile(heads: int) -> tuple[int, int, int]:
+    """Heads and keys of one program, and its warps: the fastest of 36 tiles at 512 tokens on an H200."""
+    return (16, 64, 4) if heads <= 16 else (32, 32, 4)
 
 
 def _num_splits(programs: int, key_blocks: int, device: torch.device) -> int:

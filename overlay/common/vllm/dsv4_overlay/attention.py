@@ -1,0 +1,215 @@
+"""One DeepSeek V4 attention layer over the full-width cache: insert, compress, index table, attention."""
+
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.dsv4_overlay.config import provider
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.logger import init_logger
+from vllm.third_party.dsv4_kernels import (
+    SparseIndexTable,
+    build_sparse_index_table,
+    compress_norm_rope_store,
+    pick_provider,
+    sparse_mla,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
+logger = init_logger(__name__)
+
+
+def init_layer(layer: torch.nn.Module) -> None:
+    """Give an inner attention layer the scale of its cache rows; insert, compressor and attention read this one.
+
+    A buffer, so that it survives vLLM's sleep mode. 1.0 until scales are calibrated, as upstream.
+    """
+    layer.register_buffer("kv_scale", torch.ones(1, dtype=torch.float32), persistent=False)
+    layer.kv_scale_value = 1.0
+    if provider():
+        logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
+    else:
+        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.kv_scale.device.type))
+
+
+def insert(
+    layer: torch.nn.Module,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    swa_metadata: Any,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Norm and rotate `q` [tokens, heads, 512] BF16 in place, store rotated `kv` [tokens, 512]; returns `q`."""
+    cache = layer.swa_cache_layer.kv_cache
+    rest = (swa_metadata.slot_mapping, positions, cos_sin_cache)
+    if cache.dtype == torch.bfloat16:
+        torch.ops.dsv4_kernels.full_cache_bf16_insert(q, kv, cache, *rest, eps, swa_metadata.block_size)
+    else:
+        torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
+            q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
+        )
+    return q
+
+
+def compress(layer: torch.nn.Module, **arguments: Any) -> None:
+    """Take the arguments of vLLM's `compress_norm_rope_store_*` and store a full-width row instead."""
+    kv_cache = arguments["kv_cache"]
+    compress_norm_rope_store(
+        arguments["state_cache"],
+        arguments["token_to_req_indices"],
+        arguments["positions"],
+        arguments["slot_mapping"],
+        arguments["block_table"],
+        arguments["cos_sin_cache"],
+        kv_cache,
+        arguments["k_cache_metadata"].slot_mapping,
+        arguments["rms_norm_weight"],
+        arguments["rms_norm_eps"],
+        arguments["compress_ratio"],
+        None if kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
+    )
+
+
+def attend(
+    layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor, swa_metadata: Any, compressed_metadata: Any
+) -> None:
+    """Write `output` [tokens, heads, 512] for the decodes and the prefills of this step in one call.
+
+    Tokens behind them (graph padding that no request owns) are left as they are, as FlashMLA's path does.
+    """
+    tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
+    table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
+    window = _pool(layer.swa_cache_layer.kv_cache)
+    sparse_mla(
+        q[:tokens, None],
+        window,
+        None,
+        table.indices,
+        _pool(layer.kv_cache) if compressed_metadata is not None else None,
+        table.lens,
+        table.visible,
+        out=output[:tokens, None],
+        bmm1_scale=layer.scale * layer.kv_scale_value,
+        bmm2_scale=layer.kv_scale_value,
+        # The parameter is padded to 64 heads for FlashMLA.
+        sinks=layer.attn_sink[: q.shape[1]],
+        kv_layout="NHD",
+        provider=provider(),
+    )
+
+
+def _pool(cache: torch.Tensor) -> torch.Tensor:
+    """vLLM's `[blocks, rows, 512]` cache, E4M3 kept as bytes, as an NHD pool."""
+    if cache.dtype == torch.uint8:
+        cache = cache.view(torch.float8_e4m3fn)
+    return cache.unsqueeze(2)
+
+
+def _index_table(
+    layer: torch.nn.Module, swa_metadata: Any, compressed_metadata: Any, tokens: int
+) -> SparseIndexTable:
+    """The rows each token attends to; one table serves all window-only and all C128A layers of a step.
+
+    C4A layers differ in what their indexer picked. The key holds the window metadata, since vLLM may spread
+    the layers' windows over several KV cache groups with block tables of their own; the tables live as long
+    as the forward pass, since vLLM may reuse metadata objects after changing what they point to.
+    """
+    ratio = layer.compress_ratio
+    tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
+    key = (id(swa_metadata), ratio)
+    if ratio != 4 and key in tables:
+        return tables[key]
+    compressed = {}
+    if compressed_metadata is not None:
+        picked = layer.topk_indices_buffer if ratio == 4 else None
+        compressed = dict(
+            compressed_block_table=compressed_metadata.block_table,
+            compressed_block_size=compressed_metadata.block_size // ratio,
+            compressed_width=picked.shape[1] if ratio == 4 else _longest(layer, compressed_metadata) // ratio,
+            topk_indices=picked,
+        )
+    table = build_sparse_index_table(
+        swa_metadata.token_to_req_indices,
+        swa_metadata.is_valid_token,
+        swa_metadata.query_start_loc,
+        swa_metadata.seq_lens,
+        swa_metadata.block_table,
+        swa_metadata.block_size,
+        tokens,
+        ratio,
+        **compressed,
+    )
+    if ratio != 4:
+        tables[key] = table
+    return table
+
+
+def _longest(layer: torch.nn.Module, metadata: Any) -> int:
+    """Longest sequence that this launch may have to serve; a captured graph is replayed with longer ones."""
+    if torch.cuda.is_current_stream_capturing():
+        return layer.max_model_len
+    return min(metadata.max_seq_len, layer.max_model_len)
+
+
+def warm_up(worker: "Worker") -> None:
+    """Compile every kernel of this backend before the first request, on batches that hold padding only."""
+    context = worker.vllm_config.compilation_config.static_forward_context
+    layers = {layer.compress_ratio: layer for layer in context.values() if hasattr(layer, "kv_scale_value")}
+    wrappers = [layer for layer in context.values() if getattr(layer, "mla_attn", None) in layers.values()]
+    if not layers:
+        return
+    start = time.perf_counter()
+    for wrapper in wrappers:
+        # One token is split over keys, a thousand are not.
+        for tokens in (1, 1024):
+            with set_forward_context(None, worker.vllm_config):
+                _warm_up_layer(wrapper, tokens)
+    torch.cuda.synchronize()
+    logger.info("Warm-up of the full-width attention kernels took %.1f s.", time.perf_counter() - start)
+
+
+def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
+    layer = wrapper.mla_attn
+    device = layer.kv_scale.device
+    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)  # noqa: E731
+    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+    window = SimpleNamespace(
+        slot_mapping=nowhere,
+        block_size=layer.swa_cache_layer.block_size,
+        token_to_req_indices=ints(tokens),
+        is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
+        query_start_loc=ints(2),
+        seq_lens=ints(1),
+        block_table=ints(1, 16),
+        num_decode_tokens=tokens,
+        num_prefill_tokens=0,
+    )
+    compressed = None
+    positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+    cos_sin_cache = wrapper.rotary_emb.cos_sin_cache
+    if wrapper.compressor is not None:
+        compressed = SimpleNamespace(
+            block_table=ints(1, 16), block_size=256, max_seq_len=layer.max_model_len, slot_mapping=nowhere
+        )
+        compress(
+            layer,
+            state_cache=wrapper.compressor.state_cache.kv_cache,
+            token_to_req_indices=window.token_to_req_indices,
+            positions=positions,
+            slot_mapping=nowhere,
+            block_table=window.block_table,
+            cos_sin_cache=cos_sin_cache,
+            kv_cache=layer.kv_cache,
+            k_cache_metadata=compressed,
+            rms_norm_weight=wrapper.compressor.norm.weight,
+            rms_norm_eps=wrapper.eps,
+            compress_ratio=layer.compress_ratio,
+        )
+    q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
+    insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
+    attend(layer, q, torch.empty_like(q), window, compressed)

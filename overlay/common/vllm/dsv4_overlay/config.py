@@ -1,0 +1,123 @@
+"""What `--attention-backend` and `--kv-cache-dtype` mean for DeepSeek V4, decided before any weight is loaded."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import vllm
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+_FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
+_FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
+# What --kv-cache-dtype may say under the full-width backend, and the name it goes by from then on.
+_ACCEPTED_DTYPES = {
+    "auto": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_per_tensor",
+    "fp8_e4m3": "fp8_per_tensor",
+    "fp8_per_tensor": "fp8_per_tensor",
+}
+_STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4m3fn}
+_SERVED_CAPABILITY = (9, 0)
+_PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
+
+
+def is_full_cache(cache_dtype: str) -> bool:
+    """Whether a DeepSeek V4 model with this (resolved) cache dtype runs on the full-width cache."""
+    return cache_dtype in _STORAGE_DTYPES
+
+
+def storage_dtype(cache_dtype: str) -> torch.dtype:
+    """Element type of a full-width cache row: bfloat16 or float8_e4m3fn."""
+    return _STORAGE_DTYPES[cache_dtype]
+
+
+def provider() -> str | None:
+    """The provider of `sparse_mla` that VLLM_DSV4_PROVIDER asks for; None lets `sparse_mla` pick."""
+    return os.environ.get(_PROVIDER_VARIABLE) or None
+
+
+def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+    """Resolve the backend and the cache dtype of a DeepSeek V4 model in place; leave every other model alone.
+
+    The full-width backend is chosen by its name, or by a cache dtype that only it has (`bfloat16`,
+    `fp8_per_tensor`). Afterwards `cache_config.cache_dtype` alone tells which cache is in use.
+
+    Raises:
+        ValueError: the combination, the GPU, the head count or the provider is not served. One sentence.
+    """
+    architecture = vllm_config.model_config.architecture
+    backend = vllm_config.attention_config.backend
+    cache_config = vllm_config.cache_config
+    cache_dtype = cache_config.cache_dtype
+    if architecture not in _ARCHITECTURES:
+        for option, serves_only_v4 in (
+            (f"--attention-backend {backend and backend.name}", backend in (_FULL_CACHE, _FLASHMLA)),
+            ("--kv-cache-dtype fp8_per_tensor", cache_dtype == "fp8_per_tensor"),
+        ):
+            if serves_only_v4:
+                raise ValueError(f"{option} serves DeepSeek V4 only, and this model is {architecture}; omit it.")
+        return
+
+    # Not at the top: this module is imported for every model, also where there is no Triton.
+    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS
+
+    logger.info_once(provenance())
+    if backend is not _FULL_CACHE:
+        if is_full_cache(cache_dtype) and backend is not None:
+            raise ValueError(
+                f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
+                f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
+            )
+        if not is_full_cache(cache_dtype):
+            return  # stock vLLM, unchanged
+    if cache_dtype not in _ACCEPTED_DTYPES:
+        raise ValueError(
+            f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}, which "
+            f"accepts {', '.join(_ACCEPTED_DTYPES)}; fp8_ds_mla belongs to {_FLASHMLA.name}."
+        )
+    _refuse_unserved_hardware()
+    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(
+            f"{_FULL_CACHE.name} serves 1 to {MAX_HEADS} attention heads a GPU, and this model has {heads}; "
+            "raise --tensor-parallel-size."
+        )
+    if provider() not in (None, *PROVIDERS):
+        raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
+    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
+    logger.info_once(
+        "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
+        _FULL_CACHE.name,
+        cache_config.cache_dtype,
+        heads,
+    )
+
+
+def _refuse_unserved_hardware() -> None:
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability != _SERVED_CAPABILITY:
+        found = f"compute capability {capability.as_version_str()}" if capability else "no CUDA GPU"
+        raise ValueError(
+            f"{_FULL_CACHE.name} serves Hopper GPUs (compute capability 9.0), and this machine has {found}; "
+            f"use {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla where vLLM supports it."
+        )
+
+
+def provenance() -> str:
+    """One line that names what was applied to this vLLM, from the record that apply-patches.sh leaves."""
+    record = json.loads((Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json").read_text())
+    return (
+        f"vllm-dsv4-overlay {record['overlay_version']} (commit {record['overlay_commit'] or 'unknown'}) "
+        f"applied to vLLM {record['release']}: {len(record['files'])} files."
+    )
