@@ -1,0 +1,648 @@
+#!/usr/bin/env python3
+"""End-to-end accuracy of the DeepSeek V4 attention backends on one model, by its logits.
+
+    python scripts/make_mini_checkpoint.py /tmp/mini-v4
+    python benchmarks/accuracy_e2e.py --model /tmp/mini-v4 --out results.json
+
+Each configuration ("run") starts vLLM's offline `LLM` in a process of its own on the same prompts
+of 1 to 8192 tokens, submitted together, so that chunked prefill mixes with decodes. The first run
+(`truth`: the float32 torch reference on the BF16 cache) decodes greedily; every other run is fed
+the same continuation, token by token through the decode path, by a logits processor that leaves
+only that token. The log-probabilities reported are the raw ones, taken before it. Compared are,
+against the truth: KL divergence, the largest difference of a log-probability and the agreement on
+the most likely token, for decode steps (the token after the prefill included) and for prompts.
+
+Runs:
+    truth, truth_fp8          float32 torch reference on the bfloat16 / fp8_per_tensor cache, eager
+    flashmla                  vLLM's own backend: the fp8_ds_mla cache, eager
+    bf16, fp8                 FLASHINFER_MLA_SPARSE_DSV4 on the bfloat16 / fp8_per_tensor cache
+    flashmla_graph, bf16_graph, fp8_graph    the same with CUDA graphs
+    truth_rechunked           truth with prompts cut elsewhere: how much equal arithmetic differs
+                              (not in the default list)
+
+Runs found in --work are not repeated, so the list may be spread over several commands:
+`--runs truth,flashmla`, then `--runs bf16,fp8`. The exit status is 0 when every run and every
+bar that could be evaluated passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
+REFERENCE_ENV = {"VLLM_DSV4_PROVIDER": "reference"}
+RUNS: dict[str, dict[str, Any]] = {
+    "truth": {"backend": BACKEND, "kv": "bfloat16", "env": REFERENCE_ENV},
+    "flashmla": {"backend": None, "kv": "fp8"},
+    "bf16": {"backend": BACKEND, "kv": "bfloat16"},
+    "fp8": {"backend": BACKEND, "kv": "fp8_per_tensor"},
+    "truth_fp8": {"backend": BACKEND, "kv": "fp8_per_tensor", "env": REFERENCE_ENV},
+    "bf16_graph": {"backend": BACKEND, "kv": "bfloat16", "graph": True},
+    "fp8_graph": {"backend": BACKEND, "kv": "fp8_per_tensor", "graph": True},
+    "flashmla_graph": {"backend": None, "kv": "fp8", "graph": True},
+    "truth_rechunked": {"backend": BACKEND, "kv": "bfloat16", "env": REFERENCE_ENV, "batch": 1280},
+}
+DEFAULT_RUNS = [r for r in RUNS if r != "truth_rechunked"]
+# (reference, run): what is compared.
+PAIRS = [
+    ("truth", "flashmla"),
+    ("truth", "bf16"),
+    ("truth", "fp8"),
+    ("truth", "truth_fp8"),
+    ("truth_fp8", "fp8"),
+    ("truth", "truth_rechunked"),
+    ("truth", "flashmla_graph"),
+    ("truth", "bf16_graph"),
+    ("truth", "fp8_graph"),
+    ("flashmla", "flashmla_graph"),
+    ("bf16", "bf16_graph"),
+    ("fp8", "fp8_graph"),
+]
+PROMPT_LENGTHS = [1, 7, 127, 128, 129, 300, 3000, 8192]
+FULL_PROMPT_LOGPROBS = 512  # longer prompts report their PROMPT_TOP most likely tokens
+PROMPT_TOP = 64
+MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
+
+
+# ---------------------------------------------------------------- the run, in its own process
+def __getattr__(name: str) -> Any:
+    """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
+    if name != "ForcedTokens":
+        raise AttributeError(name)
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class ForcedTokens(AdapterLogitsProcessor):
+        """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            forced = (params.extra_args or {}).get("forced")
+            if not forced:
+                return None
+
+            def force(output_ids: list[int], logits: Any) -> Any:
+                token = forced[min(len(output_ids), len(forced) - 1)]
+                logits.fill_(float("-inf"))
+                logits[token] = 0.0
+                return logits
+
+            return force
+
+    globals()["ForcedTokens"] = ForcedTokens
+    return ForcedTokens
+
+
+def log(message: str) -> None:
+    print(f"[accuracy_e2e {time.strftime('%H:%M:%S')}] {message}", flush=True)
+
+
+def positions(logprobs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(token ids, log-probabilities) of each position, from either of vLLM's containers."""
+    if hasattr(logprobs, "start_indices"):
+        ids = np.asarray(logprobs.token_ids, dtype=np.int64)
+        values = np.asarray(logprobs.logprobs, dtype=np.float32)
+        spans = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+        return [(ids[a:b], values[a:b]) for a, b in spans]
+    out = []
+    for one in logprobs:
+        one = one or {}
+        ids = np.fromiter(one.keys(), dtype=np.int64, count=len(one))
+        out.append((ids, np.array([v.logprob for v in one.values()], dtype=np.float32)))
+    return out
+
+
+def full_rows(entries: list[tuple[np.ndarray, np.ndarray]], vocab: int) -> np.ndarray:
+    rows = np.full((len(entries), vocab), np.nan, dtype=np.float32)
+    for row, (ids, values) in zip(rows, entries, strict=True):
+        row[ids] = values
+    missing = int(np.isnan(rows).sum())
+    if missing:
+        raise RuntimeError(f"{missing} log-probabilities missing: not the full vocabulary")
+    return rows
+
+
+def child(job: dict[str, Any]) -> None:
+    """One run: generate, check the forced tokens, write the arrays."""
+    start = time.perf_counter()
+    import torch
+    from vllm import LLM, SamplingParams
+
+    spec, vocab, prompts = job["spec"], job["vocab"], job["prompts"]
+    forced, steps = job["forced"], job["steps"]
+    kwargs: dict[str, Any] = dict(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        tensor_parallel_size=job["tp"],
+        block_size=256,
+        kv_cache_dtype=spec["kv"],
+        enforce_eager=not spec.get("graph"),
+        max_model_len=16384,
+        max_num_batched_tokens=spec.get("batch", job["batch"]),
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=job["gpu_memory_utilization"],
+        async_scheduling=False,
+        seed=0,
+        max_logprobs=-1,
+        logprobs_mode="raw_logprobs",
+        logits_processors=[f"{Path(__file__).stem}:ForcedTokens"],
+    )
+    if spec["backend"]:
+        kwargs["attention_backend"] = spec["backend"]
+    if spec.get("graph"):
+        kwargs["compilation_config"] = job["compilation_config"]
+    log(f"LLM({kwargs})")
+    llm = LLM(**kwargs)
+    loaded = time.perf_counter()
+    log(f"loaded in {loaded - start:.1f} s")
+
+    def params(i: int) -> Any:
+        n = len(prompts[i])
+        prompt_logprobs = None if n == 1 else (-1 if n <= FULL_PROMPT_LOGPROBS else PROMPT_TOP)
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=steps + 1,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1,
+            prompt_logprobs=prompt_logprobs,
+            flat_logprobs=True,
+            extra_args={"forced": forced[i]} if forced else None,
+        )
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in prompts],
+        [params(i) for i in range(len(prompts))],
+        use_tqdm=False,
+    )
+    generated = time.perf_counter()
+    log(f"generated in {generated - loaded:.1f} s")
+
+    arrays: dict[str, np.ndarray] = {}
+    tokens = []
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if list(output.prompt_token_ids) != list(prompt):
+            raise RuntimeError(f"outputs out of order at prompt {i}")
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        if len(ids) != steps + 1:
+            raise RuntimeError(f"prompt {i}: {len(ids)} tokens, not {steps + 1}")
+        if forced and ids != forced[i]:
+            raise RuntimeError(f"prompt {i}: the continuation was not followed: {ids[:8]} ...")
+        tokens.append(ids)
+        arrays[f"decode_{i}"] = full_rows(positions(completion.logprobs), vocab)
+        if len(prompt) == 1:
+            continue
+        entries = positions(output.prompt_logprobs)[1:]  # nothing predicts the first token
+        if len(entries) != len(prompt) - 1:
+            raise RuntimeError(f"prompt {i}: {len(entries)} prompt positions")
+        if len(prompt) <= FULL_PROMPT_LOGPROBS:
+            arrays[f"prompt_{i}"] = full_rows(entries, vocab)
+        else:  # the prompt's own next token comes first, then the most likely ones
+            arrays[f"prompt_ids_{i}"] = np.stack([e[0][-PROMPT_TOP:] for e in entries])
+            arrays[f"prompt_top_{i}"] = np.stack([e[1][-PROMPT_TOP:] for e in entries])
+    for name, a in arrays.items():
+        if not np.isfinite(a).all():
+            raise RuntimeError(f"{name}: {int((~np.isfinite(a)).sum())} values are not finite")
+
+    meta = {
+        "seconds_load": round(loaded - start, 1),
+        "seconds_generate": round(generated - loaded, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
+    }
+    try:
+        config = llm.llm_engine.vllm_config
+        meta["cache_dtype"] = str(config.cache_config.cache_dtype)
+        meta["attention_backend"] = str(config.attention_config.backend)
+        meta["cudagraph_mode"] = str(config.compilation_config.cudagraph_mode)
+    except AttributeError as e:
+        meta["config_error"] = str(e)
+    out = Path(job["out"])
+    partial = out.with_name(out.stem + ".partial.npz")
+    np.savez(partial, tokens=np.array(tokens), **arrays)
+    out.with_suffix(".json").write_text(json.dumps({"key": job["key"], "tokens": tokens, **meta}))
+    os.replace(partial, out)
+    log(f"wrote {out}; {meta}")
+
+
+# ---------------------------------------------------------------- the parent
+def make_prompts(lengths: list[int], vocab: int, seed: int) -> list[list[int]]:
+    """Zipf-distributed tokens; a third of the text repeats earlier spans."""
+    prompts = []
+    for n in lengths:
+        r = np.random.Generator(np.random.Philox(key=[seed, n]))
+        names = np.arange(16, vocab)
+        weights = 1.0 / (np.arange(len(names)) + 10.0)
+        names = r.permutation(names)
+        text: list[int] = []
+        while len(text) < n:
+            if len(text) >= 32 and r.random() < 1 / 3:
+                length = int(r.integers(8, 65))
+                at = int(r.integers(0, len(text) - 8))
+                text += text[at : at + length]
+            else:
+                text += r.choice(names, size=36, p=weights / weights.sum()).tolist()
+        prompts.append([int(t) for t in text[:n]])
+    return prompts
+
+
+def key_of(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_result(path: Path, key: str) -> dict[str, Any] | None:
+    """The run's meta data if `path` holds it for this key."""
+    meta = path.with_suffix(".json")
+    if not (path.exists() and meta.exists()):
+        return None
+    data = json.loads(meta.read_text())
+    return data if data.get("key") == key else None
+
+
+def tail(path: Path, lines: int = 60) -> str:
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def start_run(name: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Run one configuration; {"ok", "seconds", ...}."""
+    spec = job["spec"]
+    env = dict(os.environ)
+    env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # requests arrive together: equal schedules
+    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner takes no custom logits processors
+    env.pop("VLLM_DSV4_PROVIDER", None)
+    if args.provider and spec["backend"]:
+        env["VLLM_DSV4_PROVIDER"] = args.provider
+    env.update(spec.get("env", {}))
+    here = str(Path(__file__).resolve().parent)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)
+    job_file = args.work / f"{name}.job.json"
+    job_file.write_text(json.dumps(job))
+    log_file = args.work / f"{name}.log"
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
+    log(f"{name}: starting ({spec}); log in {log_file}")
+    start = time.perf_counter()
+    with log_file.open("w") as f:
+        process = subprocess.Popen(
+            command, stdout=f, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        try:
+            status: Any = process.wait(timeout=args.timeout)
+        except BaseException as e:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(e, subprocess.TimeoutExpired):
+                raise
+            status = f"timeout after {args.timeout} s"
+    seconds = round(time.perf_counter() - start, 1)
+    if status == 0 and read_result(Path(job["out"]), job["key"]):
+        log(f"{name}: done in {seconds} s")
+        return {"ok": True, "seconds": seconds}
+    error = tail(log_file)
+    log(f"{name}: FAILED ({status}) after {seconds} s; the log ends:\n{error}")
+    return {"ok": False, "seconds": seconds, "status": str(status), "error": error}
+
+
+def compare_full(ref: np.ndarray, run: np.ndarray) -> dict[str, np.ndarray]:
+    a, b = ref.astype(np.float64), run.astype(np.float64)
+    p = np.exp(a)
+    diff = np.abs(a - b)
+    return {
+        "kl": (p * (a - b)).sum(-1),
+        "diff": np.where(p > MIN_PROB, diff, 0).max(-1),
+        "top1": a.argmax(-1) == b.argmax(-1),
+    }
+
+
+def compare_top(
+    ref_ids: np.ndarray, ref: np.ndarray, run_ids: np.ndarray, run: np.ndarray
+) -> dict[str, np.ndarray]:
+    """As compare_full on the tokens that both report, the rest in one class: KL's lower bound."""
+    kl, diff, top1 = [], [], []
+    for ia, a, ib, b in zip(ref_ids, ref, run_ids, run, strict=True):
+        _, at_a, at_b = np.intersect1d(ia, ib, return_indices=True)
+        x, y = a[at_a].astype(np.float64), b[at_b].astype(np.float64)
+        rest_p = max(1.0 - np.exp(x).sum(), 1e-12)
+        rest_q = max(1.0 - np.exp(y).sum(), 1e-12)
+        kl.append((np.exp(x) * (x - y)).sum() + rest_p * np.log(rest_p / rest_q))
+        likely = np.exp(x) > MIN_PROB
+        diff.append(np.abs(x - y)[likely].max(initial=0.0))
+        top1.append(ia[a.argmax()] == ib[b.argmax()])
+    return {"kl": np.array(kl), "diff": np.array(diff), "top1": np.array(top1)}
+
+
+def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    kl, diff, top1 = (np.concatenate([p[k] for p in parts]) for k in ("kl", "diff", "top1"))
+    return {
+        "positions": len(kl),
+        "kl_mean": float(kl.mean()),
+        "kl_max": float(kl.max()),
+        "logprob_diff_max": float(diff.max()),
+        "top1": float(top1.mean()),
+        "top1_misses": int((~top1).sum()),
+    }
+
+
+def compare(ref: Any, run: Any, lengths: list[int]) -> dict[str, Any]:
+    decode = [compare_full(ref[f"decode_{i}"], run[f"decode_{i}"]) for i in range(len(lengths))]
+    full, coarse, by_length = [], [], {}
+    for i, n in enumerate(lengths):
+        entry: dict[str, Any] = {
+            "first_token": summary([{k: v[:1] for k, v in decode[i].items()}]),
+            "decode": summary([{k: v[1:] for k, v in decode[i].items()}]),
+        }
+        if f"prompt_{i}" in ref:
+            full.append(compare_full(ref[f"prompt_{i}"], run[f"prompt_{i}"]))
+            entry["prompt"] = summary(full[-1:])
+        elif f"prompt_ids_{i}" in ref:
+            names = (f"prompt_ids_{i}", f"prompt_top_{i}")
+            coarse.append(compare_top(*(x[k] for x in (ref, run) for k in names)))
+            entry["prompt_coarse"] = summary(coarse[-1:])
+        by_length[str(n)] = entry
+    return {
+        "decode": summary(decode),
+        "prompt": summary(full),
+        "prompt_coarse": summary(coarse),
+        "by_prompt_length": by_length,
+    }
+
+
+def describe(data: Any, lengths: list[int]) -> dict[str, Any]:
+    """How the reference's distributions look: a flat or a certain model proves nothing."""
+    a = np.concatenate([data[f"decode_{i}"] for i in range(len(lengths))]).astype(np.float64)
+    p = np.exp(a)
+    top = np.sort(a, axis=-1)[:, -2:]
+    entropy = -(p * a).sum(-1) / np.log(2)
+
+    def quantiles(x: np.ndarray) -> list[float]:
+        return [round(float(q), 4) for q in np.quantile(x, (0.05, 0.25, 0.5, 0.75, 0.95))]
+
+    return {
+        "top1_probability_quantiles": quantiles(p.max(-1)),
+        "entropy_bits_quantiles": quantiles(entropy),
+        "top1_top2_gap_quantiles": quantiles(top[:, 1] - top[:, 0]),
+    }
+
+
+def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+
+    def value(pair: str, part: str, field: str) -> float | None:
+        return ((comparisons.get(pair) or {}).get(part) or {}).get(field)
+
+    def add(name: str, measured: float | None, limit: float | None, at_least: bool) -> None:
+        passed = None
+        if measured is not None and limit is not None:
+            passed = measured >= limit if at_least else measured <= limit
+        sign = ">=" if at_least else "<="
+        rows.append(
+            {"bar": name, "measured": measured, "limit": limit, "sign": sign, "passed": passed}
+        )
+
+    for part in ("decode", "prompt"):
+        stock = value("truth|flashmla", part, "kl_mean")
+
+        def limit(factor: float, stock: float | None = stock) -> float | None:
+            return None if stock is None else stock * factor
+
+        add(f"{part}: bf16 top-1", value("truth|bf16", part, "top1"), 0.995, True)
+        kl = value("truth|bf16", part, "kl_mean")
+        add(f"{part}: KL(truth|bf16) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
+        kl = value("truth|fp8", part, "kl_mean")
+        add(f"{part}: KL(truth|fp8) <= 2 KL(truth|flashmla)", kl, limit(2.0), False)
+        kl = value("truth_fp8|fp8", part, "kl_mean")
+        add(f"{part}: KL(truth_fp8|fp8) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        found["gpus"] = done.stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError) as e:
+        found["gpus"] = f"unknown: {e}"
+    versions = {}
+    for package in ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    found["versions"] = versions
+    spec = importlib.util.find_spec("vllm")
+    if spec and spec.submodule_search_locations:
+        record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
+        found["overlay"] = json.loads(record.read_text()) if record.exists() else None
+    return found
+
+
+def table(comparisons: dict[str, Any]) -> str:
+    head = f"{'reference|run':28s} {'positions of':14s} {'n':>6s} {'mean KL':>10s} {'max KL':>10s}"
+    lines = [head + f" {'max |dlogp|':>12s} {'top-1':>9s}"]
+    for pair, c in comparisons.items():
+        for part in ("decode", "prompt", "prompt_coarse"):
+            s = c[part]
+            if s:
+                lines.append(
+                    f"{pair:28s} {part:14s} {s['positions']:6d} {s['kl_mean']:10.3e} "
+                    f"{s['kl_max']:10.3e} {s['logprob_diff_max']:12.4f} {s['top1']:9.3%}"
+                )
+    return "\n".join(lines)
+
+
+def bar_table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for r in rows:
+        verdict = {True: "PASS", False: "FAIL", None: "n/a "}[r["passed"]]
+        measured = "missing" if r["measured"] is None else f"{r['measured']:.4g}"
+        limit = "missing" if r["limit"] is None else f"{r['limit']:.4g}"
+        lines.append(f"{verdict}  {r['bar']:52s} {measured:>10s} {r['sign']} {limit}")
+    return "\n".join(lines)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
+    parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
+    parser.add_argument("--runs", default=",".join(DEFAULT_RUNS), help="comma-separated")
+    parser.add_argument(
+        "--lengths", default=",".join(map(str, PROMPT_LENGTHS)), help="prompt lengths in tokens"
+    )
+    parser.add_argument("--steps", type=int, default=64, help="decode steps a prompt")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--batch", type=int, default=2048, help="max_num_batched_tokens")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--provider", help="VLLM_DSV4_PROVIDER of the runs that are not a truth")
+    parser.add_argument(
+        "--compilation-config",
+        type=json.loads,
+        default={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
+        help="of the *_graph runs, JSON",
+    )
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a run")
+    args = parser.parse_args(argv)
+    args.work = args.work or args.out.with_suffix("")
+    args.runs = [r for r in args.runs.split(",") if r]
+    args.lengths = [int(n) for n in args.lengths.split(",")]
+    unknown = [r for r in args.runs if r not in RUNS]
+    if unknown:
+        parser.error(f"unknown runs {unknown}; there are {list(RUNS)}")
+    if max(args.lengths) + args.steps >= 16384:
+        parser.error("prompt and decode steps must fit in 16384 tokens")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    vocab = config["vocab_size"]
+    prompts = make_prompts(args.lengths, vocab, args.seed)
+    index = Path(args.model) / "model.safetensors.index.json"
+    model_key = [config, index.stat().st_mtime_ns if index.exists() else 0]
+    base = key_of(model_key, prompts, args.steps, args.tp)
+
+    # The continuation: written by the first run that succeeds, `truth` where it can.
+    chosen = args.work / "continuation.json"
+    forced: list[list[int]] | None = None
+    if chosen.exists():
+        saved = json.loads(chosen.read_text())
+        if saved["base"] == base:
+            forced = saved["tokens"]
+            log(f"continuation of run {saved['run']} from {chosen}")
+    runs = list(args.runs)
+    if forced is None and "truth" in runs:
+        runs.remove("truth")
+        runs.insert(0, "truth")
+    elif forced is None:
+        log("no continuation yet: running truth first")
+        runs.insert(0, "truth")
+
+    def key(name: str) -> str:
+        spec = RUNS[name]
+        extra: list[Any] = [spec, spec.get("batch", args.batch)]
+        if spec["backend"] and "env" not in spec:
+            extra.append(args.provider)
+        if spec.get("graph"):
+            extra.append(args.compilation_config)
+        return key_of(base, forced, extra)
+
+    record: dict[str, Any] = {}
+    for name in runs:
+        out = args.work / f"{name}.npz"
+        if forced is not None and read_result(out, key(name)):
+            log(f"{name}: found in {args.work}")
+            record[name] = {"ok": True, "seconds": 0.0, "reused": True}
+            continue
+        # The run that chooses the continuation is filed under the one it chose.
+        run_key = key(name) if forced is not None else f"choosing-{base}"
+        job = {
+            "spec": RUNS[name],
+            "model": str(args.model),
+            "vocab": vocab,
+            "prompts": prompts,
+            "forced": forced,
+            "steps": args.steps,
+            "batch": args.batch,
+            "tp": args.tp,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "compilation_config": args.compilation_config,
+            "out": str(out),
+            "key": run_key,
+        }
+        record[name] = start_run(name, job, args)
+        if forced is None and record[name]["ok"]:
+            meta_file = out.with_suffix(".json")
+            meta = json.loads(meta_file.read_text())
+            forced = meta["tokens"]
+            meta["key"] = key(name)
+            meta_file.write_text(json.dumps(meta))
+            chosen.write_text(json.dumps({"base": base, "run": name, "tokens": forced}))
+
+    data: dict[str, Any] = {}
+    for name in RUNS:  # also those of earlier commands
+        path = args.work / f"{name}.npz"
+        meta = read_result(path, key(name)) if forced is not None else None
+        if meta is None:
+            continue
+        with np.load(path) as f:
+            data[name] = {k: f[k] for k in f.files}
+        record.setdefault(name, {"ok": True, "seconds": 0.0, "reused": True})
+        record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
+    comparisons = {
+        f"{a}|{b}": compare(data[a], data[b], args.lengths)
+        for a, b in PAIRS
+        if a in data and b in data
+    }
+    rows = bars(comparisons)
+    results = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "model": str(args.model),
+        "model_config": config,
+        "seed": args.seed,
+        "prompt_lengths": args.lengths,
+        "decode_steps": args.steps,
+        "max_num_batched_tokens": args.batch,
+        "continuation_run": json.loads(chosen.read_text())["run"] if forced else None,
+        "machine": machine(),
+        "runs": record,
+        "reference_distributions": describe(data["truth"], args.lengths) if "truth" in data else {},
+        "notes": {
+            "kl": "nats, over the full vocabulary, reference against run",
+            "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",
+            "prompt_coarse": f"prompts above {FULL_PROMPT_LOGPROBS} tokens: KL over the "
+            f"{PROMPT_TOP} most likely tokens that both runs report and one class for the rest, "
+            "a lower bound",
+        },
+        "comparisons": comparisons,
+        "bars": rows,
+    }
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    for name, r in record.items():
+        state = "reused" if r.get("reused") else "ok" if r["ok"] else "FAILED"
+        parts = f"load {r.get('seconds_load')} s, generate {r.get('seconds_generate')} s"
+        print(f"{name:18s} {state:7s} {r['seconds']:7.1f} s  ({parts})")
+    print(f"reference: {results['reference_distributions']}")
+    print(table(comparisons))
+    print(bar_table(rows))
+    print(f"results in {args.out}")
+    failed = any(r["passed"] is False for r in rows) or any(not r["ok"] for r in record.values())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "--child":
+        child(json.loads(Path(sys.argv[2]).read_text()))
+        sys.exit(0)
+    sys.exit(main())

@@ -1,0 +1,432 @@
+"""The mini checkpoint: deterministic, named as vLLM's loader expects, numerically sane.
+
+Nothing here needs a GPU. The tests that read vLLM's own mapper need an importable `vllm` of a
+release that has DeepSeek V4 (or its source tree in VLLM_SOURCE) and are skipped without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import accuracy_e2e  # noqa: E402
+import make_mini_checkpoint as mini  # noqa: E402
+
+TINY = mini.Shape(
+    hidden=256,
+    heads=4,
+    q_lora=128,
+    o_lora=128,
+    o_groups=2,
+    index_heads=4,
+    experts=8,
+    moe_intermediate=128,
+    vocab=1024,
+)
+# Regular expressions for every parameter of a layer, written from the loader.
+LAYER = r"(?:layers\.\d+|mtp\.\d+)"
+SCALED = r"\.(?:weight|scale)"
+ALLOWED = [
+    r"(?:embed|head|norm)\.weight",
+    r"(?:mtp\.\d+\.)?hc_head_(?:fn|base|scale)",
+    rf"{LAYER}\.(?:attn_norm|ffn_norm)\.weight",
+    rf"{LAYER}\.hc_(?:attn|ffn)_(?:fn|base|scale)",
+    rf"{LAYER}\.attn\.(?:attn_sink|(?:q_norm|kv_norm)\.weight)",
+    rf"{LAYER}\.attn\.(?:wq_a|wkv|wq_b|wo_a){SCALED}",
+    rf"{LAYER}\.attn\.wo_b\.weight",
+    r"layers\.\d+\.attn\.(?:indexer\.)?compressor\.(?:ape|(?:wkv|wgate|norm)\.weight)",
+    rf"layers\.\d+\.attn\.indexer\.(?:wq_b{SCALED}|weights_proj\.weight)",
+    rf"{LAYER}\.ffn\.gate\.(?:weight|bias|tid2eid)",
+    rf"{LAYER}\.ffn\.(?:experts\.\d+|shared_experts)\.w[123]{SCALED}",
+    rf"mtp\.\d+\.(?:(?:e_proj|h_proj){SCALED}|(?:enorm|hnorm|norm)\.weight)",
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    out = tmp_path_factory.mktemp("mini")
+    mini.write_checkpoint(out, TINY, seed=3, log=lambda _: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint):
+    from safetensors import safe_open
+
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {}
+    for file in sorted(set(index.values())):
+        with safe_open(checkpoint / file, "pt") as f:
+            for name in f.keys():  # noqa: SIM118 (not a dict)
+                assert index[name] == file
+                found[name] = f.get_tensor(name)
+    assert set(found) == set(index)
+    return found
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_same_seed_same_bytes(checkpoint, tmp_path):
+    mini.write_checkpoint(tmp_path, TINY, seed=3, threads=1, log=lambda _: None)
+    assert digest(tmp_path) == digest(checkpoint)
+
+
+def test_other_seed_other_weights(tensors):
+    w = mini.Recipe(TINY, 4).embedding().bfloat16()
+    assert not torch.equal(w, tensors["embed.weight"])
+
+
+def test_names(tensors):
+    allowed = re.compile("|".join(f"(?:{a})" for a in ALLOWED))
+    assert [n for n in tensors if not allowed.fullmatch(n)] == []
+    for n, t in tensors.items():
+        scaled = n.removesuffix("weight") + "scale"
+        assert (t.dtype == mini.FP8) == (n.endswith(".weight") and scaled in tensors), n
+    assert "layers.0.ffn.gate.tid2eid" in tensors and "layers.0.ffn.gate.bias" not in tensors
+    assert "layers.1.ffn.gate.bias" in tensors and "mtp.0.ffn.gate.bias" in tensors
+    has_indexer = {n.split(".")[1] for n in tensors if ".indexer." in n}
+    assert has_indexer == {"2", "4"}
+
+
+def test_shapes_and_dtypes(tensors):
+    s = TINY
+    for n, t in tensors.items():
+        if n.endswith(".scale"):
+            w = tensors[n.removesuffix("scale") + "weight"]
+            assert t.dtype == torch.float32
+            assert t.shape == (-(-w.shape[0] // 128), -(-w.shape[1] // 128)), n
+            mantissa, _ = torch.frexp(t)
+            assert (mantissa == 0.5).all(), f"{n}: not a power of two"
+    assert tensors["layers.2.attn.compressor.wkv.weight"].shape == (2 * s.head_dim, s.hidden)
+    assert tensors["layers.3.attn.compressor.wkv.weight"].shape == (s.head_dim, s.hidden)
+    assert tensors["layers.2.attn.compressor.ape"].shape == (4, 2 * s.head_dim)
+    assert tensors["layers.3.attn.compressor.ape"].shape == (128, s.head_dim)
+    assert tensors["layers.2.attn.indexer.compressor.ape"].shape == (4, 2 * s.index_dim)
+    assert tensors["layers.2.attn.indexer.compressor.norm.weight"].shape == (s.index_dim,)
+    assert tensors["layers.1.attn.wo_a.weight"].shape == (
+        s.o_groups * s.o_lora,
+        s.heads * s.head_dim // s.o_groups,
+    )
+    assert tensors["layers.1.hc_attn_fn"].shape == (24, 4 * s.hidden)
+    assert tensors["hc_head_fn"].shape == (4, 4 * s.hidden)
+    assert tensors["layers.0.attn.attn_sink"].dtype == torch.float32
+    experts = tensors["layers.0.ffn.gate.tid2eid"]
+    assert experts.dtype == torch.int32 and experts.shape == (s.vocab, s.experts_per_token)
+    assert experts.sort(1).values.diff(dim=1).min() > 0  # distinct experts a token
+    assert experts.min() >= 0 and experts.max() < s.experts
+
+
+def test_fp8_blocks_round_trip():
+    w = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[0, 0] = 3.0
+    values, scale = mini.to_fp8_blocks(w)
+    assert values.shape == w.shape and scale.shape == (2, 3)
+    back = values.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    # Half a step of three mantissa bits, or half a subnormal step.
+    big = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    assert ((back - w).abs() <= torch.maximum(w.abs() / 16, big * 2**-10)).all()
+    zero_values, zero_scale = mini.to_fp8_blocks(torch.zeros(128, 128))
+    assert not zero_values.float().any() and zero_scale.item() == 1.0
+
+
+def test_statistics(tensors):
+    s = TINY
+    half = s.hidden // 2
+
+    def dense(name: str) -> torch.Tensor:
+        w = tensors[name + ".weight"].float()
+        scale = tensors[name + ".scale"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return w * scale[: w.shape[0], : w.shape[1]]
+
+    wq_a = dense("layers.1.attn.wq_a")
+    assert not wq_a[:, half:].any()  # readers see the token half only
+    assert wq_a[:, :half].std().item() == pytest.approx(s.hidden**-0.5, rel=0.05)
+    wo_b = tensors["layers.1.attn.wo_b.weight"].float()
+    assert not wo_b[:half].any() and wo_b[half:].any()
+    for name in ("attn.kv_norm", "attn.compressor.norm"):
+        w = tensors[f"layers.2.{name}.weight"].float()
+        assert w.square().mean().sqrt().item() == pytest.approx(mini.KV_RMS, rel=0.02)
+        assert w.max() > 2 * mini.KV_RMS and (w > 0).all()
+    assert tensors["layers.0.attn.attn_sink"].abs().max() < 10
+    embed = tensors["embed.weight"].float()
+    assert embed[:, :half].std().item() == pytest.approx(1, rel=0.05)
+    for n, t in tensors.items():
+        if t.is_floating_point():
+            assert torch.isfinite(t.float()).all(), n
+
+
+def test_router_margins(tensors):
+    """For every cluster the chosen experts win clearly, on average over its tokens."""
+    x = tensors["embed.weight"].float()
+    x = x * torch.rsqrt(x.square().mean(1, keepdim=True))
+    logits = x @ tensors["layers.1.ffn.gate.weight"].float().T
+    ordered = torch.nn.functional.softplus(logits).sqrt().sort(1, descending=True).values
+    margin = ordered[:, TINY.experts_per_token - 1] - ordered[:, TINY.experts_per_token]
+    assert margin.median() > 0.1
+    assert logits.std() > 0.3
+
+
+def test_indexer_repeats_the_compressors_rows(tensors):
+    main = tensors["layers.2.attn.compressor.wkv.weight"]
+    index = tensors["layers.2.attn.indexer.compressor.wkv.weight"]
+    channels = mini.Recipe(TINY, 3).index_channels("layers.2")
+    assert len(set(channels.tolist())) == TINY.index_dim
+    assert torch.equal(index[: TINY.index_dim], main[channels])
+    assert torch.equal(index[TINY.index_dim :], main[channels + TINY.head_dim])
+
+
+def test_bad_shapes_are_refused():
+    with pytest.raises(ValueError, match="multiple"):
+        dataclasses.replace(TINY, hidden=128)
+    with pytest.raises(ValueError, match="compress_ratios"):
+        dataclasses.replace(TINY, layers=4)
+
+
+def test_tokenizer(checkpoint):
+    transformers = pytest.importorskip("transformers")
+    tok = transformers.AutoTokenizer.from_pretrained(str(checkpoint), local_files_only=True)
+    text = "Hello, wörld 🙂! It's 128 bytes\n\tround-trip <｜User｜>hi<｜Assistant｜></think>"
+    ids = tok(text)["input_ids"]
+    assert ids[0] == tok.bos_token_id == 0 and tok.eos_token_id == 1
+    assert max(ids) < TINY.vocab
+    assert tok.decode(ids, skip_special_tokens=True) == text
+    every = sorted(tok.get_vocab().values())
+    assert every == list(range(TINY.vocab))  # no id of the model is without a token
+    assert tok.decode(list(range(TINY.vocab)))
+    assert len(tok("the then there")["input_ids"]) < 12  # merges do something
+    chat = tok.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == f"{mini.BOS}<｜User｜>hi<｜Assistant｜></think>"
+
+
+def test_full_size_config(tmp_path):
+    config = mini.model_config(mini.Shape())
+    assert config["hidden_size"] == 4096 and config["compress_ratios"] == [0, 0, 4, 128, 4, 0]
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert len(config["quantization_config"]["ignored_layers"]) == 6
+    assert (
+        "ignored_layers" not in mini.model_config(mini.Shape(fp8_wo_b=True))["quantization_config"]
+    )
+    mini.write_tokenizer(tmp_path, mini.Shape().vocab)
+
+
+# ---------------------------------------------------------------- against vLLM itself
+@pytest.fixture(scope="module")
+def vllm_module():
+    source = os.environ.get("VLLM_SOURCE")
+    if source:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+        sys.path.insert(0, source)
+    try:
+        return importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+    except Exception as e:  # a missing vLLM fails in many ways
+        pytest.skip(f"no vLLM with DeepSeek V4 ({type(e).__name__}: {e}); set VLLM_SOURCE")
+
+
+def test_vllm_mapper(vllm_module, tensors):
+    mapper = vllm_module._make_deepseek_v4_weights_mapper("fp8")
+    mapped = dict(zip(tensors, mapper.apply_list(list(tensors)), strict=True))
+    assert len(set(mapped.values())) == len(mapped)
+    assert mapped["embed.weight"] == "model.embed_tokens.weight"
+    assert mapped["head.weight"] == "lm_head.weight"
+    assert mapped["norm.weight"] == "model.norm.weight"
+    assert mapped["hc_head_fn"] == "model.hc_head_fn"
+    layer = "model.layers.2."
+    for name, expected in {
+        "attn.wq_a.scale": "attn.wq_a.weight_scale_inv",
+        "attn.compressor.ape": "attn.mla_attn.compressor.ape",
+        "attn.indexer.compressor.ape": "attn.indexer.compressor.ape",
+        "ffn.gate.bias": "ffn.gate.e_score_correction_bias",
+        "ffn.shared_experts.w2.weight": "ffn.shared_experts.down_proj.weight",
+        "ffn.experts.7.w3.scale": "ffn.experts.7.w3.weight_scale_inv",
+    }.items():
+        assert mapped["layers.2." + name] == layer + expected
+    ignored = mini.model_config(TINY)["quantization_config"]["ignored_layers"]
+    assert mapper.apply_list(ignored) == ignored
+
+
+def test_vllm_config_class(vllm_module, checkpoint):
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(str(checkpoint), trust_remote_code=False)
+    assert type(config).__name__ == "DeepseekV4Config"
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["factor"] == 16
+    assert config.compress_ratios == list(TINY.compress_ratios)
+    assert config.architectures == ["DeepseekV4ForCausalLM"]
+
+
+def test_vllm_tokenizer(vllm_module, checkpoint):
+    try:
+        from vllm.tokenizers.deepseek_v4 import DeepseekV4Tokenizer
+    except ModuleNotFoundError as e:
+        pytest.skip(f"vLLM's tokenizer needs {e.name}")
+    tok = DeepseekV4Tokenizer.from_pretrained(str(checkpoint))
+    ids = tok.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert ids[0] == 0 and tok.decode(ids).startswith(mini.BOS)
+
+
+# ---------------------------------------------------------------- the comparison's arithmetic
+def distributions(noise: float, n: int = 5, vocab: int = 300):
+    r = np.random.default_rng(1)
+    a = 3 * r.standard_normal((n, vocab))
+    a = a + noise * r.standard_normal((n, vocab))
+    return (a - np.log(np.exp(a).sum(-1, keepdims=True))).astype(np.float32)
+
+
+def test_compare_full():
+    a, b = distributions(0.0), distributions(0.1)
+    same, other = accuracy_e2e.compare_full(a, a), accuracy_e2e.compare_full(a, b)
+    assert not same["kl"].any() and same["top1"].all()
+    expected = (np.exp(a) * (a - b)).sum(-1)
+    np.testing.assert_allclose(other["kl"], expected, rtol=1e-3)
+    assert (other["kl"] > 0).all() and other["diff"].max() < 1
+
+
+def test_compare_top_is_a_lower_bound():
+    a, b = distributions(0.0), distributions(0.1)
+
+    def top(x):
+        ids = np.argsort(-x, axis=-1)[:, :64]
+        return ids, np.take_along_axis(x, ids, -1)
+
+    coarse = accuracy_e2e.compare_top(*top(a), *top(b))
+    full = accuracy_e2e.compare_full(a, b)
+    assert (coarse["kl"] <= full["kl"] + 1e-6).all()
+    assert coarse["kl"].mean() > 0.5 * full["kl"].mean()
+    np.testing.assert_array_equal(coarse["top1"], full["top1"])
+
+
+def test_prompts():
+    a = accuracy_e2e.make_prompts([1, 7, 300], 1024, 0)
+    assert [len(p) for p in a] == [1, 7, 300]
+    assert a == accuracy_e2e.make_prompts([1, 7, 300], 1024, 0)
+    assert all(0 <= t < 1024 for p in a for t in p)
+    assert len(set(a[2])) < 250  # repetition
+
+
+def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
+    """The parent's flow, with `start_run` replaced: forcing, resuming, a failing run, bars."""
+    started = []
+
+    def fake(name, job, args):
+        started.append((name, job["forced"] is not None))
+        if name == "fp8":
+            return {"ok": False, "seconds": 1.0, "status": "1", "error": "boom"}
+        noise = {"truth": 0.0, "flashmla": 0.1}.get(name, 0.01)
+        arrays, tokens = {}, []
+        for i, p in enumerate(job["prompts"]):
+            arrays[f"decode_{i}"] = distributions(noise, job["steps"] + 1)
+            arrays[f"prompt_{i}"] = distributions(noise, len(p) - 1)
+            tokens.append(list(range(job["steps"] + 1)))
+        out = Path(job["out"])
+        np.savez(out, tokens=np.array(tokens), **arrays)
+        out.with_suffix(".json").write_text(json.dumps({"key": job["key"], "tokens": tokens}))
+        return {"ok": True, "seconds": 1.0}
+
+    monkeypatch.setattr(accuracy_e2e, "start_run", fake)
+    base = ["--model", str(checkpoint), "--out", str(tmp_path / "r.json"), "--lengths", "7,9"]
+    base += ["--steps", "3"]
+    assert accuracy_e2e.main([*base, "--runs", "flashmla,bf16"]) == 0
+    assert started == [("truth", False), ("flashmla", True), ("bf16", True)]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["continuation_run"] == "truth"
+    passed = {r["bar"]: r["passed"] for r in result["bars"]}
+    assert passed["decode: KL(truth|bf16) <= KL(truth|flashmla)/10"] is True
+    assert passed["decode: KL(truth|fp8) <= 2 KL(truth|flashmla)"] is None
+
+    started.clear()
+    assert accuracy_e2e.main([*base, "--runs", "truth,flashmla,bf16,fp8"]) == 1
+    assert started == [("fp8", True)]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["runs"]["fp8"]["error"] == "boom"
+    assert "truth|bf16" in result["comparisons"]
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_teacher_forcing_in_vllms_sampler(vllm_module):
+    """Raw log-probabilities come from before the forcing, through vLLM's own sampler."""
+    try:
+        from vllm import SamplingParams
+        from vllm.v1.sample.logits_processor import (
+            BatchUpdate,
+            LogitsProcessors,
+            MoveDirectionality,
+            _load_logitsprocs_by_fqcns,
+        )
+        from vllm.v1.sample.metadata import SamplingMetadata
+        from vllm.v1.sample.sampler import Sampler
+    except ModuleNotFoundError as e:
+        pytest.skip(f"vLLM's sampler needs {e.name}")
+
+    (cls,) = _load_logitsprocs_by_fqcns(["accuracy_e2e:ForcedTokens"])
+    processor = cls(None, torch.device("cpu"), False)
+    assert not processor.is_argmax_invariant()
+    vocab = 50
+    outputs: list[list[int]] = [[], []]
+    rows = [([7, 8], outputs[0]), (None, outputs[1])]
+    added = [
+        (i, SamplingParams(extra_args={"forced": f} if f else None), [1, 2], out)
+        for i, (f, out) in enumerate(rows)
+    ]
+    processor.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+
+    def step():
+        logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
+        names = {f.name for f in dataclasses.fields(SamplingMetadata)}
+        values = dict.fromkeys(names)
+        values.update(
+            all_greedy=True,
+            all_random=False,
+            no_penalties=True,
+            max_num_logprobs=vocab,
+            output_token_ids=outputs,
+            generators={},
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors([processor]),
+        )
+        out = Sampler(logprobs_mode="raw_logprobs")(logits.clone(), SamplingMetadata(**values))
+        got = torch.full((2, vocab), float("nan"))
+        tensors = out.logprobs_tensors
+        got.scatter_(1, tensors.logprob_token_ids.long(), tensors.logprobs)
+        torch.testing.assert_close(got, logits.log_softmax(-1))
+        return out.sampled_token_ids[:, 0].tolist(), logits.argmax(-1).tolist()
+
+    sampled, greedy = step()
+    assert sampled == [7, greedy[1]]
+    outputs[0].append(7)
+    swap = [(0, 1, MoveDirectionality.SWAP)]
+    processor.update_state(BatchUpdate(batch_size=2, removed=[], added=[], moved=swap))
+    sampled, greedy = step()
+    assert sampled == [greedy[0], 8]
+
+
+def test_flat_logprobs_are_read(vllm_module):
+    from vllm.logprobs import FlatLogprobs
+
+    flat = FlatLogprobs()
+    flat.append(None)
+    flat.append_fast([2, 0, 1, 2], [-1.0, -0.5, -3.0, -1.0], [2, 1, 3, 2], [None] * 4)
+    empty, entry = accuracy_e2e.positions(flat)
+    assert len(empty[0]) == 0
+    rows = accuracy_e2e.full_rows([entry], 3)
+    np.testing.assert_array_equal(rows, [[-0.5, -3.0, -1.0]])
