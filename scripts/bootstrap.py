@@ -35,7 +35,8 @@ def build(folder):
     ways = [
         (
             [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", "--require-hashes", "-r",
+            # -I: what is on the user's PYTHONPATH would count as installed already.
+            [str(python), "-I", "-m", "pip", "install", "--quiet", "--require-hashes", "-r",
              str(REQUIREMENTS)],
         )
     ]

@@ -53,7 +53,7 @@ def pip_sources() -> dict[str, list[str]]:
     Asked of pip itself, so that its files and PIP_* variables count as they do for `pip install`.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
+        [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "config", "list"],
         capture_output=True,
         text=True,
         check=False,
@@ -159,6 +159,12 @@ def archive(series: Series, release: str) -> Path:
 
 
 def _unpack(source: Path, folder: Path) -> None:
+    if not hasattr(tarfile, "data_filter"):
+        raise Refusal(
+            "bootstrap-failed",
+            f"Python {sys.version.split()[0]} cannot unpack archives safely; use a newer bugfix "
+            "release (3.10.12, 3.11.4) or a newer Python.",
+        )
     with tarfile.open(source) as tar:
         tar.extractall(folder, filter="data")
 

@@ -246,7 +246,7 @@ def load_series(folder: Path) -> Series:
         )
     except OSError as error:
         raise _bad(str(pins), f"cannot be read ({error.strerror})") from None
-    except TOMLKitError as error:
+    except (TOMLKitError, UnicodeDecodeError) as error:
         raise _bad(str(pins), f"is not TOML ({error})") from None
     except (KeyError, TypeError) as error:
         raise _bad(str(pins), f"lacks or misuses the key {error}") from None

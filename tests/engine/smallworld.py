@@ -70,12 +70,11 @@ def diff(path, before, after, context=2):
 
     def lines(data):
         parts = data.decode("latin-1").split("\n")
-        return [part + "\n" for part in parts[:-1]] + ([parts[-1] + "\0"] if parts[-1] else [])
+        return [part + "\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
-    out = "".join(
-        difflib.unified_diff(lines(before), lines(after), "a/" + path, "b/" + path, n=context)
-    )
-    return out.replace("\0", "\n\\ No newline at end of file\n").encode("latin-1")
+    out = difflib.unified_diff(lines(before), lines(after), "a/" + path, "b/" + path, n=context)
+    marked = (x if x.endswith("\n") else x + "\n\\ No newline at end of file\n" for x in out)
+    return "".join(marked).encode("latin-1")
 
 
 def write(root, files, modes=None):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from dsv4_overlay_tools import cli
 from smallworld import (
     EDITED,
     MODES,
@@ -21,7 +22,6 @@ from smallworld import (
     sha256,
     snapshot,
 )
-from dsv4_overlay_tools import cli
 
 STATE = "vllm/_dsv4_overlay"
 ADDED = {path.partition("/")[2]: data for path, data in OVERLAY.items()}
@@ -194,7 +194,7 @@ def test_git_accepts_local_commits_on_top(engine, tmp_path):
     report = engine.ok(target)
     assert report["release"] == RELEASE
     assert report["commit"] == git(target, "rev-parse", "v1.0.0")
-    # The pin of the made-up series is another commit: accepted, since the files are right, but told.
+    # The made-up pin is another commit: accepted, since the files are right, but told.
     assert any("is checked by sha256" in note for note in report["notes"])
 
 

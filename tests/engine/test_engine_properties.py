@@ -12,7 +12,7 @@ from smallworld import KINDS, Engine, make_repo, make_target, snapshot
 PATHS = ["vllm/a.py", "vllm/b.py", "vllm/deep/c.py", "vllm/deep/er/d.cu", "vllm/deep/e.json"]
 NEW = ["vllm/new.py", "vllm/deep/new.py", "vllm/own/x.py", "vllm/own/two/y.txt"]
 LINE = st.one_of(
-    st.sampled_from([b"", b"x = 1", b"--- a/x", b"+++ b/x", b"@@ -1 +1 @@", b"\\ No newline", b" "]),
+    st.sampled_from([b"", b" ", b"x = 1", b"--- a/x", b"+++ b/x", b"@@ -1 +1 @@", b"\\ No"]),
     st.binary(max_size=6).map(lambda data: data.replace(b"\n", b"")),
 )
 END = st.sampled_from([b"\n", b"\r\n"])
@@ -36,7 +36,7 @@ def worlds(draw):
     return {
         "pristine": {**pristine, "vllm/__init__.py": b""},
         "edited": edited,
-        "patches": {f"{i}.patch": part for i, part in enumerate((names[:cut], names[cut:])) if part},
+        "patches": {part[0].replace("/", "-"): part for part in (names[:cut], names[cut:]) if part},
         "overlay": {path: draw(CONTENT) for path in draw(st.sets(st.sampled_from(NEW)))},
         "modes": {path: draw(MODE) for path in PATHS},
         "kind": draw(st.sampled_from(KINDS)),
@@ -66,7 +66,7 @@ def no_disk_in_module():
 
 
 SETTINGS = settings(
-    max_examples=60, deadline=None,
+    max_examples=40, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 

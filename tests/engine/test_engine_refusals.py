@@ -327,7 +327,7 @@ BAD = {
     "mode": b"diff --git a/vllm/tool.sh b/vllm/tool.sh\nold mode 100755\nnew mode 100644\n",
     "outside vllm": b"--- a/setup.py\n+++ b/setup.py\n@@ -1 +1 @@\n-x\n+y\n",
     "climbing": b"--- a/vllm/../x.py\n+++ b/vllm/../x.py\n@@ -1 +1 @@\n-x\n+y\n",
-    "state folder": b"--- a/vllm/_dsv4_overlay/x\n+++ b/vllm/_dsv4_overlay/x\n@@ -1 +1 @@\n-x\n+y\n",
+    "state folder": diff("vllm/_dsv4_overlay/x", b"x\n", b"y\n"),
     "short": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1,3 +1,3 @@\n-a = 1\r\n+b\n",
     "garbage": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +1 @@\nwhat\n",
     "wrong place": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +2 @@\n-a = 1\r\n+b\r\n",

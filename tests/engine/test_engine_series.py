@@ -13,7 +13,6 @@ from smallworld import (
     PRISTINE,
     RELEASE,
     copy,
-
     header,
     make_repo,
     make_target,
@@ -144,8 +143,9 @@ def test_export_from_an_applied_git_checkout(world, capsys, engine, tmp_path):
     assert b"+line10 = 11\n" in (repo / f"patches/{RELEASE}/config.patch").read_bytes()
 
 
-LINES = st.lists(st.sampled_from([b"a\n", b"b\n", b"\n", b"c\r\n", b"\x0c\x85\xff\n", b"--- a\n",
-                                  b"+++ b\n", b"@@ -1 +1 @@\n", b"\\ No\n"]), max_size=30)  # fmt: skip
+SAMPLES = [b"a\n", b"b\n", b"\n", b"c\r\n", b"\x0c\x85\xff\n", b"--- a\n", b"+++ b\n",
+           b"@@ -1 +1 @@\n", b"\\ No\n"]  # fmt: skip
+LINES = st.lists(st.sampled_from(SAMPLES), max_size=30)
 TEXT = st.builds(lambda lines, tail: b"".join(lines) + tail, LINES, st.sampled_from([b"", b"x"]))
 
 
@@ -193,7 +193,8 @@ def test_hunks_are_small():
     lines = [b"same\n"] * 50
     changed = [*lines[:20], b"other\n", *lines[21:]]
     out = maintain.unified("vllm/x.py", b"".join(lines), b"".join(changed)).split(b"\n")[2:-1]
-    assert out == [b"@@ -19,5 +19,5 @@", b" same", b" same", b"-same", b"+other", b" same", b" same"]
+    same = [b" same"] * 2
+    assert out == [b"@@ -19,5 +19,5 @@", *same, b"-same", b"+other", *same]
 
 
 # ---------------------------------------------------------------- check
@@ -222,7 +223,7 @@ FAULTS = {
     "field": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b""), "Drop-When is missing"),
     "empty field": (lambda w: edit(patch_of(w), b"Hooks: nothing", b"Hooks:"), "Hooks is missing"),
     "date": (lambda w: edit(patch_of(w), b"2026-01-31", b"January"), "Last-Update is not a date"),
-    "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about vllm/crlf"),
+    "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about"),
     "context": (lambda w: edit(patch_of(w), b" line1 = 1\n", b" line1 = 0\n"), "does not fit"),
     "other form": (lambda w: edit(patch_of(w), b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,5 @@ def x():"),
                    "not what export-series.sh writes"),
