@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from dsv4_overlay_tools import maintain
-from dsv4_overlay_tools.series import parse_patch, split_lines
+from dsv4_overlay_tools.series import Mismatch, parse_patch, split_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from smallworld import (
@@ -186,6 +186,17 @@ def test_lines_end_at_newline_only(parts):
     lines = split_lines(data)
     assert "".join(lines).encode("latin-1") == data
     assert len(lines) == data.count(b"\n") + (not data.endswith(b"\n") and data != b"")
+
+
+def test_a_line_without_its_end_can_only_be_the_last():
+    body = (
+        b"--- a/vllm/x.py\n+++ b/vllm/x.py\n@@ -1 +1,2 @@\n-a\n\\ No newline at end of file\n"
+        b"+b\n\\ No newline at end of file\n+c\n"
+    )
+    patch = parse_patch("x.patch", header(["vllm/x.py"]) + b"\n" + body)
+    with pytest.raises(Mismatch) as caught:
+        patch.diffs[0].apply(b"a")
+    assert caught.value.line == 1
 
 
 def test_hunks_are_small():
