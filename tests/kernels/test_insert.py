@@ -321,7 +321,7 @@ def documented_q(x, cos_sin):
 @pytest.mark.parametrize("seed", range(2))
 def test_documented_order_of_operations_bit_for_bit(operator, seed, device):
     case = Case(operator, device, seed=seed, tokens=12, heads=5, fp8_scale=7 / 64)
-    # All bf16 of seven binades: some of the quotients by 7 are ties between E4M3 values, of which the
+    # All bf16 of seven binades: some of the quotients by 7 are ties between E4M3 values, where the
     # products with the reciprocal fall short.
     sweep = (1 + torch.arange(128) / 128) * 2.0 ** torch.arange(-12, -5)[:, None]
     case.kv[2:4, :448] = sweep.reshape(2, 448)
