@@ -151,7 +151,7 @@ def _index_table(
 
 def _longest(layer: torch.nn.Module, metadata: Any) -> int:
     """Longest sequence that this launch may have to serve; a captured graph is replayed with longer ones."""
-    if torch.cuda.is_current_stream_capturing():
+    if metadata.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
         return layer.max_model_len
     return min(metadata.max_seq_len, layer.max_model_len)
 

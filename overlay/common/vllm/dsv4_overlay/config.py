@@ -30,6 +30,7 @@ _ACCEPTED_DTYPES = {
 _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4m3fn}
 _SERVED_CAPABILITY = (9, 0)
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
+_SELF_TEST = "vllm.dsv4_overlay.selftest"
 
 
 def is_full_cache(cache_dtype: str) -> bool:
@@ -119,5 +120,5 @@ def provenance() -> str:
     record = json.loads((Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json").read_text())
     return (
         f"vllm-dsv4-overlay {record['overlay_version']} (commit {record['overlay_commit'] or 'unknown'}) "
-        f"applied to vLLM {record['release']}: {len(record['files'])} files."
+        f"applied to vLLM {record['release']}: {len(record['files'])} files; python -m {_SELF_TEST} checks it."
     )

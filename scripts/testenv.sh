@@ -1,0 +1,26 @@
+# Sourced by selftest.sh and test.sh: $python has the packages of requirements-test.txt, $tree holds vLLM with
+# the overlay applied. shellcheck shell=bash
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-dsv4-overlay
+tree=${1:-$cache/vllm-0.22.1}
+
+command -v python3 >/dev/null || { echo "There is no python3 on PATH; install Python 3.10 or newer." >&2; exit 1; }
+key=$({ cat "$repo/requirements-test.txt"; python3 -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum)
+venv=$cache/test-${key:0:16}
+if [ ! -e "$venv/complete" ]; then
+    echo "Installing the packages of requirements-test.txt into $venv (first run: about 2 GB)" >&2
+    python3 -m venv --clear "$venv"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -r "$repo/requirements-test.txt" |
+        grep --line-buffered -E '^(Collecting|Installing|ERROR)' >&2
+    touch "$venv/complete"
+fi
+python=$venv/bin/python
+
+apply=$repo/scripts/apply-patches.sh
+if [ ! -e "$tree/vllm/__init__.py" ]; then
+    "$apply" --fetch 0.22.1 "$tree" | tail -n 1 >&2
+elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited
+    "$apply" --revert "$tree" >/dev/null
+    "$apply" "$tree" | tail -n 1 >&2
+fi
