@@ -1,6 +1,8 @@
 """Kernel tests import the package alone, without vLLM, and run on the GPU or through Triton's interpreter."""
 
+import importlib
 import os
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -10,6 +12,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2] / "overlay/common/vllm/third_party"))
+
+# An operator can be registered once in a process, and other tests import the package as a part of vLLM: the copy
+# that comes first serves both names.
+ALONE, IN_VLLM = "dsv4_kernels", "vllm.third_party.dsv4_kernels"
+first, second = (IN_VLLM, ALONE) if IN_VLLM in sys.modules else (ALONE, IN_VLLM)
+package = importlib.import_module(first)
+for module in pkgutil.walk_packages(package.__path__, f"{first}."):
+    importlib.import_module(module.name)
+for name, module in list(sys.modules.items()):
+    if name == first or name.startswith(f"{first}."):
+        sys.modules[second + name.removeprefix(first)] = module
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+"""Glue tests need a vLLM that the overlay is applied to on PYTHONPATH; scripts/test.sh sees to it."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before vLLM and Triton are imported. vLLM keeps Triton without a GPU only if none is meant to be visible.
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+spec = importlib.util.find_spec("vllm")
+if spec is None or not spec.origin or not (Path(spec.origin).parent / "_dsv4_overlay/record.json").is_file():
+    raise pytest.UsageError("tests/glue needs an applied vLLM on PYTHONPATH; run scripts/test.sh.")
+
+
+@pytest.fixture(scope="session")
+def applied() -> Path:
+    """The folder that holds the applied vllm/."""
+    return Path(spec.origin).parents[1]

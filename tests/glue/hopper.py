@@ -1,0 +1,134 @@
+"""Runs in a process of its own: real vLLM configurations and layers as on a machine with an H200.
+
+Reads a JSON list of command lines from standard input and writes a JSON list of what came of each. Works on the
+pristine tree too, so it must not import anything of the overlay.
+"""
+
+import dataclasses
+import json
+import sys
+import types
+
+import torch
+
+# What the CUDA platform imports, and asks, before any kernel runs.
+for name in ("_C", "_C_stable_libtorch", "_moe_C"):
+    sys.modules[f"vllm.{name}"] = types.ModuleType(name)
+flash_attn = types.ModuleType("vllm_flash_attn")
+flash_attn.flash_attn_varlen_func = flash_attn.get_scheduler_metadata = None
+sys.modules["vllm.vllm_flash_attn"] = flash_attn
+library = torch.library.Library("_C", "FRAGMENT")
+for name in ("supports_fp8", "supports_block_fp8", "supports_fp4"):
+    library.define(f"cutlass_scaled_mm_{name}(int capability) -> bool")
+    library.impl(f"cutlass_scaled_mm_{name}", lambda capability: True, "CompositeExplicitAutograd")
+torch.cuda.Event = object
+
+import vllm.platforms as platforms  # noqa: E402
+from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+
+CAPABILITY = DeviceCapability(*map(int, sys.argv[1].split(".")))
+NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: CAPABILITY)
+NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
+NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
+platforms._current_platform = NonNvmlCudaPlatform()
+
+import vllm.model_executor.models.registry as models  # noqa: E402
+
+
+def model_info(model):
+    """What vLLM would find out by importing the model, which needs its compiled kernels."""
+    info = {field.name: False for field in dataclasses.fields(models._ModelInfo)}
+    info |= {"architecture": model.class_name, "is_text_generation_model": True, "attn_type": "decoder"}
+    info |= {"default_seq_pooling_type": "LAST", "default_tok_pooling_type": "ALL", "score_type": "bi-encoder"}
+    return models._ModelInfo(**info)
+
+
+models._LazyRegisteredModel.inspect_model_cls = model_info
+
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups  # noqa: E402
+
+
+def build_layers(config):
+    """The attention and cache layers of the model, constructed as its wrapper does, without projections."""
+    from vllm.models.deepseek_v4 import attention
+    from vllm.models.deepseek_v4.compressor import CompressorStateCache
+
+    # Only there since the overlay; the pristine wrapper uses DeepseekV4SWACache.
+    adapter = getattr(attention, "adapter", None)
+    cache = config.cache_config
+    hf = config.model_config.hf_config
+    layers = []
+    for number, ratio in enumerate(hf.compress_ratios[: hf.num_hidden_layers]):
+        ratio, prefix = max(1, ratio), f"model.layers.{number}.attn"
+        window_class = adapter.swa_cache_class(cache) if adapter else attention.DeepseekV4SWACache
+        window = window_class(512, 128, torch.uint8, f"{prefix}.swa_cache", cache)
+        layers.append(
+            attention.DeepseekV4MLAAttention(
+                16, 512, 512**-0.5, 448, 64, 1024, None, ratio, 128, 584, window, torch.zeros(64), cache,
+                prefix=prefix,
+            )
+        )  # fmt: skip
+        if ratio > 1:
+            state_dim = 4 * 512 if ratio == 4 else 2 * 512
+            CompressorStateCache(state_dim, torch.float32, ratio, f"{prefix}.compressor.state_cache")
+        if ratio == 4:
+            attention.DeepseekV4IndexerCache(132, torch.uint8, f"{prefix}.indexer.k_cache", cache, 4)
+            CompressorStateCache(4 * 128, torch.float32, 4, f"{prefix}.indexer.compressor.state_cache")
+    return layers
+
+
+def describe_layers(config):
+    with set_current_vllm_config(config):
+        layers = build_layers(config)
+    context = config.compilation_config.static_forward_context
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in context.items()}
+    specs = {name: spec for name, spec in specs.items() if spec is not None}
+    before = {name: repr(spec) for name, spec in specs.items()}
+    groups = get_kv_cache_groups(config, specs)
+    plan = get_kv_cache_config_from_groups(config, groups, 8 << 30)
+    shapes = {}
+    for name, spec in specs.items():
+        shape = context[name].get_attn_backend().get_kv_cache_shape(
+            1, spec.storage_block_size, 1, spec.head_size, config.cache_config.cache_dtype
+        )
+        shapes[name] = [list(shape), str(spec.dtype)]
+    return {
+        "impl": layers[0].impl_cls.__name__,
+        "padded_heads": layers[0].padded_heads,
+        "scale_buffers": sum("kv_scale" in dict(layer.named_buffers()) for layer in layers),
+        "specs": before,
+        "pages": {name: spec.page_size_bytes for name, spec in specs.items()},
+        "shapes": shapes,
+        "groups": [group.layer_names for group in groups],
+        "tensors": [[tensor.size, tensor.shared_by] for tensor in plan.kv_cache_tensors],
+        "num_blocks": plan.num_blocks,
+    }
+
+
+def run(arguments):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parsed = parser.parse_args([*arguments, "--skip-tokenizer-init", "--block-size=256", "--max-model-len=4096"])
+    try:
+        config = EngineArgs.from_cli_args(parsed).create_engine_config()
+    except ValueError as error:
+        return {"error": str(error)}
+    config.instance_id = ""  # random
+    backend = config.attention_config.backend
+    result = {
+        "cache_dtype": config.cache_config.cache_dtype,
+        "backend": backend.name if backend else None,
+        "config": repr(config),
+        "hash": config.compute_hash(),
+        "cuda_initialized": torch.cuda.is_initialized(),
+    }
+    if config.model_config.architecture == "DeepseekV4ForCausalLM":
+        result["layers"] = describe_layers(config)
+    return result
+
+
+answers = [run(arguments) for arguments in json.load(sys.stdin)]
+print("\n" + json.dumps(answers))

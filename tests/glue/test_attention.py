@@ -1,0 +1,268 @@
+"""One layer over mixed batches with vLLM's own metadata classes, against attention in float64.
+
+Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the self-test.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.dsv4_overlay import adapter, attention, selftest
+from vllm.forward_context import override_forward_context
+from vllm.models.deepseek_v4.compressor import CompressorMetadata
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HEADS, EPS, SCALE, KV_SCALE = 2, 1e-6, 512**-0.5, 0.0625
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Output and rows are rounded, and a few E4M3 rows round the other way in a tie.
+TOLERANCE = 4e-3
+# (tokens before this step, tokens of this step): two decodes, then two prefill chunks, the second a first one.
+MIXED = ((150, 1), (255, 1), (126, 3), (0, 5))
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "triton")
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class Step:
+    """A layer, its caches and one step; requests have blocks anywhere, and unused rows are NaN."""
+
+    def __init__(self, ratio, dtype, requests, padding=0, padding_is_decode=False, alignment=0):
+        self.gen = torch.Generator().manual_seed(ratio + len(requests))
+        self.ratio, self.dtype, self.requests, self.padding = ratio, dtype, requests, padding
+        self.alignment = alignment
+        self.kv_scale = KV_SCALE if dtype == E4M3 else 1.0
+        self.lengths = [old + new for old, new in requests]
+        tokens = sum(new for _, new in requests)
+        self.q = self.random(tokens + padding, HEADS, 512).to(BF16)
+        self.kv = [self.random(length, 512).to(BF16) for length in self.lengths]
+        self.sink = self.random(HEADS)
+        angle = torch.rand(max(self.lengths), 32, generator=self.gen) * 6.28
+        self.cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
+        self.owner = [r for r, (_, new) in enumerate(requests) for _ in range(new)]
+        self.position = [old + i for old, new in requests for i in range(new)]
+
+        window, window_tables = self.pages(64, 64, 512, dtype)
+        # Rows of earlier steps are in the cache.
+        self.windows = [self.stored(selftest.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
+        for request, (old, _) in enumerate(requests):
+            self.fill(window, window_tables[request], 64, self.windows[request][:old])
+        slots = [self.slot(window_tables, 64, r, p) for r, p in zip(self.owner, self.position, strict=True)]
+        # Padding has no slot; what else it has is left over from other steps.
+        slots += [-1] * padding
+        stale = [10**6] * padding
+        starts = [0]
+        for _, new in requests:
+            starts.append(starts[-1] + new)
+        decodes = sum(new == 1 for _, new in requests)
+        self.metadata = DeepseekSparseSWAMetadata(
+            block_table=ints(window_tables),
+            slot_mapping=torch.tensor(slots, device=DEVICE),
+            block_size=64,
+            seq_lens=ints(self.lengths),
+            query_start_loc=ints(starts),
+            is_valid_token=torch.tensor([slot >= 0 for slot in slots], device=DEVICE),
+            token_to_req_indices=ints(self.owner + stale),
+            num_decodes=decodes,
+            num_prefills=len(requests) - decodes,
+            num_decode_tokens=decodes + padding_is_decode * padding,
+            num_prefill_tokens=tokens - decodes,
+        )
+        self.layer = SimpleNamespace(
+            prefix="layer",
+            compress_ratio=ratio,
+            scale=SCALE,
+            kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
+            kv_scale_value=self.kv_scale,
+            attn_sink=torch.cat((self.sink, torch.full((64 - HEADS,), float("nan")))).to(DEVICE),
+            swa_cache_layer=SimpleNamespace(kv_cache=window, prefix="layer.swa"),
+            kv_cache=torch.tensor([]),
+            topk_indices_buffer=None,
+            max_model_len=512,
+        )
+        self.context = SimpleNamespace(additional_kwargs={}, attn_metadata={"layer.swa": self.metadata})
+        if ratio > 1:
+            self.add_compressed(slots, stale)
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.gen)
+
+    def stored(self, rows):
+        if self.dtype == BF16:
+            return rows.to(BF16).double()
+        return (rows / KV_SCALE).clamp(-448, 448).float().to(E4M3).double() * KV_SCALE
+
+    def pages(self, tokens, rows, width, dtype):
+        """A cache with blocks of `rows` rows for `tokens` tokens, and a table of blocks for each request."""
+        blocks = max(-(-length // tokens) for length in self.lengths)
+        count = blocks * len(self.requests) + 1
+        order = torch.randperm(count, generator=self.gen).tolist()
+        tables = [order[r * blocks : (r + 1) * blocks] for r in range(len(self.requests))]
+        stride = rows * width + self.alignment
+        raw = torch.full((count, stride), float("nan")).to(dtype).to(DEVICE)
+        cache = raw[:, : rows * width].unflatten(1, (rows, width))
+        return (cache.view(torch.uint8) if dtype == E4M3 else cache), tables
+
+    def slot(self, tables, rows, request, row):
+        return tables[request][row // rows] * rows + row % rows
+
+    def fill(self, cache, table, rows, values):
+        for row, value in enumerate(values):
+            value = (value / self.kv_scale).to(self.dtype)
+            cache[table[row // rows], row % rows] = value.view(cache.dtype).to(DEVICE)
+
+    def add_compressed(self, slots, stale):
+        ratio, rows = self.ratio, 256 // self.ratio
+        width, block = (1024, 4) if ratio == 4 else (512, 8)
+        norm = torch.rand(512, generator=self.gen) + 0.5
+        states = [self.random(length, 2, width) for length in self.lengths]
+        self.rows = [
+            self.stored(selftest.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
+            else torch.zeros(0, 512, dtype=torch.float64)
+            for state in states
+        ]  # fmt: skip
+        cache, tables = self.pages(256, rows, 512, self.dtype)
+        state_cache, state_tables = self.pages(block, block, 2 * width, torch.float32)
+        for request, (old, _) in enumerate(self.requests):
+            self.fill(cache, tables[request], rows, self.rows[request][: old // ratio])
+            for position, state in enumerate(states[request]):
+                place = state_tables[request][position // block], position % block
+                state_cache[place] = state.flatten().to(DEVICE)
+        row_slots = [
+            self.slot(tables, rows, r, p // ratio) if (p + 1) % ratio == 0 else -1
+            for r, p in zip(self.owner, self.position, strict=True)
+        ] + [-1] * self.padding
+        metadata = FlashMLASparseMetadata(
+            num_reqs=len(self.requests),
+            max_query_len=max(new for _, new in self.requests),
+            max_seq_len=max(self.lengths),
+            num_actual_tokens=len(self.owner),
+            query_start_loc=self.metadata.query_start_loc,
+            slot_mapping=torch.tensor(row_slots, device=DEVICE),
+            block_table=ints(tables),
+            req_id_per_token=ints(self.owner),
+            block_size=256,
+        )
+        self.context.attn_metadata["layer"] = metadata
+        self.layer.kv_cache = cache
+        self.state = CompressorMetadata(
+            block_table=ints(state_tables),
+            slot_mapping=torch.tensor(slots, device=DEVICE),
+            block_size=block,
+            token_to_req_indices=ints(self.owner + stale),
+        )
+        self.compress_arguments = dict(
+            state_cache=state_cache, kv_cache=cache, k_cache_metadata=metadata, rms_norm_weight=norm.to(DEVICE)
+        )
+        if ratio == 4:  # as the indexer fills it: valid rows first, in no order
+            self.layer.topk_indices_buffer = torch.full((len(slots), 32), -1, dtype=torch.int32)
+            for token, position in enumerate(self.position):
+                picked = torch.randperm((position + 1) // 4, generator=self.gen)[:32]
+                self.layer.topk_indices_buffer[token, : len(picked)] = picked.int()
+            self.picked = self.layer.topk_indices_buffer
+            self.layer.topk_indices_buffer = self.picked.to(DEVICE)
+
+    def run(self):
+        """Insert, compress and attend as the patched wrapper does; the output starts as NaN."""
+        positions = torch.tensor(self.position + [10**6] * self.padding, device=DEVICE)
+        kv = torch.stack([self.kv[r][p] for r, p in zip(self.owner, self.position, strict=True)])
+        kv = torch.cat((kv, torch.full((self.padding, 512), float("nan"), dtype=BF16))).to(DEVICE)
+        cos_sin = self.cos_sin.to(DEVICE)
+        in_range = positions.clamp(max=len(cos_sin) - 1)
+        q = self.q.clone().to(DEVICE)  # normed in place
+        q = attention.insert(self.layer, q, kv, self.metadata, in_range, cos_sin, EPS)
+        if self.ratio > 1:
+            store = adapter.compress_store(SimpleNamespace(full_cache=True, **vars(self.layer)), stock=None)
+            store(
+                token_to_req_indices=self.state.token_to_req_indices,
+                positions=positions,
+                slot_mapping=self.state.slot_mapping,
+                block_table=self.state.block_table,
+                cos_sin_cache=cos_sin,
+                rms_norm_eps=EPS,
+                compress_ratio=self.ratio,
+                num_actual=len(self.owner),
+                quant_block=64,
+                **self.compress_arguments,
+            )
+        out = torch.full_like(q, float("nan"))
+        with override_forward_context(self.context):
+            adapter.DeepseekV4FullCacheImpl.forward_mqa(self.layer, q, kv, positions, out)
+        return out.cpu()
+
+    def expected(self):
+        out = []
+        for token, (request, position) in enumerate(zip(self.owner, self.position, strict=True)):
+            q = selftest.normed(self.q[token].double())[None]
+            q = selftest.rotate(q, self.cos_sin[position][None])[0].to(BF16).double()
+            keys = self.windows[request][max(0, position - 127) : position + 1]
+            if self.ratio > 1:
+                rows = self.rows[request][: (position + 1) // self.ratio]
+                if self.ratio == 4:
+                    rows = rows[[row for row in self.picked[token].tolist() if row >= 0]]
+                keys = torch.cat((keys, rows))
+            scores = torch.cat((q @ keys.T * SCALE, self.sink.double()[:, None]), 1)
+            out.append(scores.softmax(1)[:, :-1] @ keys)
+        return torch.stack(out)
+
+    def check(self):
+        out = self.run()
+        expected = self.expected()
+        for token, (found, right) in enumerate(zip(out.double(), expected, strict=False)):
+            error = float((found - right).norm() / right.norm())
+            assert error < TOLERANCE, f"token {token}"
+        return out
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_mixed_batch(ratio, dtype):
+    """Decodes, then prefill chunks, then padding that no request owns, which stays as it is."""
+    step = Step(ratio, dtype, MIXED, padding=2)
+    out = step.check()
+    assert out[-2:].isnan().all() and not out[:-2].isnan().any()
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_graph_padding_among_decodes(ratio):
+    """A captured graph is replayed with fewer requests: the rest of its tokens are decodes without a slot."""
+    step = Step(ratio, E4M3, ((150, 1), (127, 1)), padding=2, padding_is_decode=True)
+    out = step.check()
+    assert (out[-2:] == 0).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 128])
+def test_pages_with_padding_between_them(ratio):
+    """Pages may lie further apart than their rows need, as where caches of several kinds share a page size."""
+    Step(ratio, BF16, ((150, 1), (253, 3)), alignment=64).check()
+
+
+def test_memory_profiling_writes_zeros():
+    """vLLM measures memory before there is a cache or metadata."""
+    out = torch.full((3, HEADS, 512), float("nan"), dtype=BF16)
+    with override_forward_context(SimpleNamespace(attn_metadata=None)):
+        adapter.DeepseekV4FullCacheImpl.forward_mqa(None, out, out, None, out)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("ratio, tables", [(1, 1), (4, 2), (128, 1)])
+def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
+    """Two layers of one kind share a table unless an indexer picked; the next step builds anew."""
+    step = Step(ratio, BF16, ((130, 1),))
+    built = []
+    build = attention.build_sparse_index_table
+    monkeypatch.setattr(attention, "build_sparse_index_table", lambda *a, **k: built.append(1) or build(*a, **k))
+    compressed = step.context.attn_metadata.get("layer")
+    q = step.q.to(DEVICE)
+    for number in (1, 2):
+        with override_forward_context(SimpleNamespace(additional_kwargs={})):
+            for _ in range(2):
+                attention.attend(step.layer, q, torch.empty_like(q), step.metadata, compressed)
+        assert len(built) == number * tables

@@ -1,0 +1,182 @@
+"""Backend x cache dtype x model: what is resolved, what is refused in one sentence, what is left alone."""
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from vllm.config.cache import CacheDType
+from vllm.dsv4_overlay import config
+from vllm.platforms.interface import DeviceCapability
+from vllm.third_party.dsv4_kernels import PROVIDERS
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+FULL = "FLASHINFER_MLA_SPARSE_DSV4"
+FLASHMLA = "FLASHMLA_SPARSE_DSV4"
+BACKENDS = {
+    None: None,
+    FULL: FULL,
+    "V4_FLASHINFER_MLA_SPARSE": FULL,
+    "FLASHINFER_MLA_SPARSE_V4": FULL,
+    FLASHMLA: FLASHMLA,
+    "V4_FLASHMLA_SPARSE": FLASHMLA,
+    "FLASH_ATTN": "FLASH_ATTN",
+}
+ACCEPTED = {"auto": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8_per_tensor", "fp8_e4m3": "fp8_per_tensor",
+            "fp8_per_tensor": "fp8_per_tensor"}  # fmt: skip
+V4 = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.delenv("VLLM_DSV4_PROVIDER", raising=False)
+    on_gpu(monkeypatch, DeviceCapability(9, 0))
+
+
+def on_gpu(monkeypatch, capability):
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
+    monkeypatch.setattr(config, "current_platform", platform)
+
+
+def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture, heads=heads),
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+
+def verify(vllm_config):
+    """The state after; the model's head count is a function only here, so that states compare."""
+    model = vllm_config.model_config
+    model.get_num_attention_heads = lambda parallel: model.heads // parallel.tensor_parallel_size
+    try:
+        config.verify_and_update_config(vllm_config)
+    finally:
+        del model.get_num_attention_heads
+    return vllm_config
+
+
+def refusal(vllm_config):
+    before = copy.deepcopy(vllm_config)
+    with pytest.raises(ValueError) as caught:
+        verify(vllm_config)
+    assert vllm_config == before
+    text = str(caught.value)
+    assert text.endswith(".") and "\n" not in text and ". " not in text
+    return text
+
+
+@pytest.mark.parametrize("architecture", V4)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cache_dtype", get_args(CacheDType))
+def test_deepseek_v4(cache_dtype, backend, architecture):
+    before = make(cache_dtype, backend, architecture)
+    asked = copy.deepcopy(before)
+    only_full = cache_dtype in ("bfloat16", "fp8_per_tensor")
+    if BACKENDS[backend] == FULL or (backend is None and only_full):
+        if cache_dtype in ACCEPTED:
+            before.cache_config.cache_dtype = ACCEPTED[cache_dtype]
+            assert verify(asked) == before
+        else:
+            text = refusal(asked)
+            assert ", ".join(ACCEPTED) in text and cache_dtype in text and FLASHMLA in text
+    elif only_full:
+        text = refusal(asked)
+        assert cache_dtype in text and BACKENDS[backend] in text and FULL in text
+    else:
+        assert verify(asked) == before  # stock vLLM
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cache_dtype", get_args(CacheDType))
+def test_other_models(cache_dtype, backend):
+    before = make(cache_dtype, backend, "LlamaForCausalLM")
+    asked = copy.deepcopy(before)
+    if BACKENDS[backend] in (FULL, FLASHMLA):
+        assert f"--attention-backend {BACKENDS[backend]} serves DeepSeek V4 only" in refusal(asked)
+    elif cache_dtype == "fp8_per_tensor":
+        assert "--kv-cache-dtype fp8_per_tensor serves DeepSeek V4 only" in refusal(asked)
+    else:
+        assert verify(asked) == before
+
+
+@pytest.mark.parametrize("cache_dtype", ACCEPTED)
+def test_resolving_twice_changes_nothing(cache_dtype):
+    """The configuration is rebuilt in workers and for the draft model, from what was resolved."""
+    once = verify(make(cache_dtype))
+    assert verify(copy.deepcopy(once)) == once
+    once.attention_config.backend = None
+    assert verify(copy.deepcopy(once)) == once
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (10, 3), (12, 0)])
+def test_other_gpus_are_refused(monkeypatch, capability):
+    on_gpu(monkeypatch, DeviceCapability(*capability))
+    text = refusal(make())
+    assert f"compute capability {capability[0]}.{capability[1]};" in text and FLASHMLA in text
+    stock = make("fp8", None)
+    assert verify(copy.deepcopy(stock)) == stock
+
+
+def test_no_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(config, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    assert "this machine has no CUDA GPU;" in refusal(make())
+
+
+@pytest.mark.parametrize("heads", [1, 8, 64, 128])
+def test_head_counts(heads):
+    assert verify(make(heads=heads)).cache_config.cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("heads", [0, 129, 256])
+def test_head_counts_that_are_refused(heads):
+    assert f"this model has {heads}; raise --tensor-parallel-size." in refusal(make(heads=heads))
+
+
+def test_provider_variable(monkeypatch):
+    for name in ("", *PROVIDERS):
+        monkeypatch.setenv("VLLM_DSV4_PROVIDER", name)
+        verify(make())
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "cutlass")
+    assert "VLLM_DSV4_PROVIDER=cutlass is unknown; it may be " in refusal(make())
+    stock = make("fp8", None)
+    assert verify(copy.deepcopy(stock)) == stock
+
+
+def test_storage_dtypes():
+    assert config.storage_dtype("bfloat16") == torch.bfloat16
+    assert config.storage_dtype("fp8_per_tensor") == torch.float8_e4m3fn
+    full = [name for name in get_args(CacheDType) if config.is_full_cache(name)]
+    assert full == ["bfloat16", "fp8_per_tensor"]
+
+
+def test_class_choice(monkeypatch):
+    from vllm.models.deepseek_v4 import attention
+
+    chosen = {}
+    for name in get_args(CacheDType):
+        current = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=name))
+        monkeypatch.setattr(attention, "get_current_vllm_config", lambda current=current: current)
+        chosen.setdefault(attention._select_v4_sparse_impl().__name__, set()).add(name)
+    assert chosen == {
+        "DeepseekV4FullCacheImpl": {"bfloat16", "fp8_per_tensor"},
+        "DeepseekV4FlashMLASparseImpl": set(get_args(CacheDType)) - {"bfloat16", "fp8_per_tensor"},
+    }
+
+
+def test_provenance_is_logged_once_a_model_is_ours(applied, monkeypatch):
+    record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
+    lines = []
+    logger = SimpleNamespace(info_once=lambda text, *values: lines.append(text % values if values else text))
+    monkeypatch.setattr(config, "logger", logger)
+    verify(make("auto", None, "LlamaForCausalLM"))
+    assert lines == []
+    verify(make("fp8", None))
+    (line,) = lines
+    for part in (record["overlay_version"], record["overlay_commit"] or "unknown", f"vLLM {record['release']}"):
+        assert part in line
+    assert f"{len(record['files'])} files" in line and "python -m vllm.dsv4_overlay.selftest" in line

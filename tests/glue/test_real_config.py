@@ -1,0 +1,206 @@
+"""vLLM's own command line, configuration and cache planning on the applied tree, and on the pristine one."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "dtype": "bfloat16",
+    "vocab_size": 8192,
+    "hidden_size": 4096,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+MODELS = {
+    "flash": V4 | {"num_hidden_layers": 43, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0]},
+    "mini": V4 | {"num_hidden_layers": 5, "compress_ratios": [0, 0, 4, 128, 4, 0]},
+    "wide": V4 | {"num_hidden_layers": 5, "compress_ratios": [0, 0, 4, 128, 4, 0], "num_attention_heads": 256},
+    "llama": LLAMA,
+}
+NEW = "--attention-backend=FLASHINFER_MLA_SPARSE_DSV4"
+# What both trees understand.
+STOCK = [("llama",), ("llama", "--kv-cache-dtype=fp8"), ("llama", "--kv-cache-dtype=bfloat16"),
+         ("mini", "--kv-cache-dtype=fp8"), ("flash", "--kv-cache-dtype=fp8_ds_mla"),
+         ("flash", "--kv-cache-dtype=fp8")]  # fmt: skip
+OVERLAY = [
+    ("flash", NEW),
+    ("flash", "--kv-cache-dtype=bfloat16"),
+    ("flash", "--kv-cache-dtype=fp8_per_tensor"),
+    ("mini", NEW, "--kv-cache-dtype=bfloat16"),
+    ("mini", "--attention-backend=v4_flashinfer_mla_sparse", "--kv-cache-dtype=fp8"),
+    ("mini", "--attention-backend=FLASHINFER_MLA_SPARSE_V4", "--kv-cache-dtype=fp8_e4m3"),
+    ("mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"),
+    ("mini", NEW, "--kv-cache-dtype=fp8_ds_mla"),
+    ("wide", NEW),
+    ("llama", NEW),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ask(tree, models, cases, capability="9.0"):
+    """What hopper.py says to each case, with `tree` as vLLM."""
+    arguments = [[f"--model={models / model}", *options] for model, *options in cases]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "hopper.py"), capability],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=models,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def answers(applied, models):
+    return ask(applied, models, STOCK + OVERLAY)
+
+
+@pytest.fixture(scope="module")
+def stock_answers(applied, models, tmp_path_factory):
+    tree = tmp_path_factory.mktemp("pristine")
+    shutil.copytree(applied / "vllm", tree / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(applied / "PKG-INFO", tree)
+    subprocess.run([ROOT / "scripts/apply-patches.sh", "--revert", tree], check=True, capture_output=True)
+    assert not (tree / "vllm/dsv4_overlay").exists()
+    return ask(tree, models, STOCK)
+
+
+@pytest.mark.parametrize("case", STOCK, ids=" ".join)
+def test_who_uses_neither_sees_no_change(answers, stock_answers, case):
+    """The whole configuration, its hash, and every cache spec, page and allocation are those of stock vLLM."""
+    assert "error" not in stock_answers[case]
+    assert answers[case] == stock_answers[case]
+
+
+def test_stock_dtype_is_still_flashmla(answers):
+    layers = answers["flash", "--kv-cache-dtype=fp8_ds_mla"]["layers"]
+    assert layers["impl"] == "DeepseekV4FlashMLASparseImpl"
+    assert layers["padded_heads"] == 64 and layers["scale_buffers"] == 0
+    assert "page_size_padded=37440" in layers["specs"]["model.layers.2.attn"]
+
+
+@pytest.mark.parametrize(
+    "case, cache_dtype",
+    [(OVERLAY[0], "bfloat16"), (OVERLAY[1], "bfloat16"), (OVERLAY[2], "fp8_per_tensor"), (OVERLAY[3], "bfloat16"),
+     (OVERLAY[4], "fp8_per_tensor"), (OVERLAY[5], "fp8_per_tensor")],
+)  # fmt: skip
+def test_full_cache_is_chosen(answers, case, cache_dtype):
+    answer = answers[case]
+    assert answer["cache_dtype"] == cache_dtype
+    layers = answer["layers"]
+    assert layers["impl"] == "DeepseekV4FullCacheImpl"
+    assert layers["padded_heads"] == 16
+    assert layers["scale_buffers"] == MODELS[case[0]]["num_hidden_layers"]
+    assert not answer["cuda_initialized"]
+
+
+def test_flashmla_by_name(answers):
+    answer = answers["mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"]
+    assert answer["layers"]["impl"] == "DeepseekV4FlashMLASparseImpl"
+    assert answer["layers"]["specs"] == answers["mini", "--kv-cache-dtype=fp8"]["layers"]["specs"]
+
+
+@pytest.mark.parametrize(
+    "case", [("flash", NEW), ("flash", "--kv-cache-dtype=fp8_per_tensor"), OVERLAY[3], OVERLAY[4]], ids=" ".join
+)
+def test_pages(answers, case):
+    """Page arithmetic, and that every cache gets the memory that its pages need."""
+    layers = answers[case]["layers"]
+    ratios = MODELS[case[0]]["compress_ratios"]
+    element = 2 if answers[case]["cache_dtype"] == "bfloat16" else 1
+    dtype = "torch.bfloat16" if element == 2 else "torch.uint8"
+    for name, page in layers["pages"].items():
+        ratio = ratios[int(re.search(r"\d+", name)[0])]
+        if ".indexer." in name:
+            assert page == 8640
+        elif name.endswith("state_cache"):
+            # 4 x 2048 or 8 x 1024 float32 are 32768 bytes; padded where BF16 pages are larger.
+            assert page == 32768 * element
+            assert "alignment=None" in layers["specs"][name]
+        else:
+            rows = 256 // ratio if name.endswith(".attn") else 64
+            assert page == rows * 512 * element
+            assert layers["shapes"][name] == [[1, rows, 512], dtype]
+    assert sorted(sum(layers["groups"], [])) == sorted(layers["pages"])
+    assert {name for _, names in layers["tensors"] for name in names} == layers["pages"].keys()
+    for size, names in layers["tensors"]:
+        assert all(layers["pages"][name] * layers["num_blocks"] == size for name in names)
+    # A cache shares no memory with another of its own group: they use the same blocks.
+    for group in layers["groups"]:
+        for _, names in layers["tensors"]:
+            assert len(set(names) & set(group)) <= 1
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (("mini", NEW, "--kv-cache-dtype=fp8_ds_mla"), "fp8_ds_mla is not served by"),
+        (("wide", NEW), "this model has 256; raise --tensor-parallel-size."),
+        (("llama", NEW), "serves DeepSeek V4 only, and this model is LlamaForCausalLM"),
+    ],
+)
+def test_refused_when_the_configuration_is_made(answers, case, words):
+    assert words in answers[case]["error"]
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0"])
+def test_other_gpus_are_refused(applied, models, capability):
+    stock = ("mini", "--kv-cache-dtype=fp8")
+    found = ask(applied, models, [("mini", NEW), stock], capability)
+    assert f"this machine has compute capability {capability};" in found["mini", NEW]["error"]
+    assert "error" not in found[stock]
+
+
+def test_configuration_imports_no_kernels(applied, tmp_path):
+    """Every vLLM process imports vllm.config; only DeepSeek V4 may pay for its kernels."""
+    code = (
+        "import sys, vllm.config, vllm.v1.attention.backends.registry\n"
+        "print(sorted(name for name in sys.modules if 'dsv4' in name))"
+    )
+    env = os.environ | {"PYTHONPATH": str(applied), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr[-1000:]
