@@ -8,5 +8,6 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     # vLLM keeps Triton without a GPU only if none is meant to be visible; kernels are interpreted.
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
 fi
-export PYTHONPATH=$tree PYTHONDONTWRITEBYTECODE=1
-exec "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider "$@"
+# Not PYTHONPATH: the tests of --installed are about what another Python imports.
+export VLLM_SOURCE=$tree
+exec "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "$@"
