@@ -2,7 +2,8 @@
 
 Registers three operators, `full_cache_bf16_insert`, `full_cache_fp8_insert` and
 `full_cache_fp8_insert_bf16_q`, in the torch namespace `dsv4_kernels`; the functions of the same
-names below are their implementations. One launch covers the Q heads and the KV rows. Formula: vLLM
+names below are their Triton implementations. Native ones (native.py) take over on the GPUs that
+they were built for. One launch covers the Q heads and the KV rows. Formula: vLLM
 0.22.1, `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert` (an RMS norm without weight on each Q
 head, interleaved RoPE on the last 64 of 512 dimensions); that one stores another row format.
 
@@ -36,9 +37,13 @@ into an FMA.
    and one rounding follows.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from . import native
 
 HEAD_DIM = tl.constexpr(512)
 HALF_DIM = tl.constexpr(256)
@@ -424,6 +429,15 @@ _OPERATORS = {
 _library = torch.library.Library("dsv4_kernels", "FRAGMENT")
 
 
+def _serve(function, *args) -> None:
+    """The kernel for all backends: `function`, unless the native kernel only waited to be loaded."""
+    # Not loaded when this module is: which GPU there is cannot be asked without initialising CUDA.
+    if args[0].is_cuda and native.load():
+        getattr(torch.ops.dsv4_kernels, function.__name__)(*args)
+    else:
+        function(*args)
+
+
 def _register() -> None:
     for function, schema in _OPERATORS.items():
         name = function.__name__
@@ -431,7 +445,7 @@ def _register() -> None:
         if hasattr(torch.ops.dsv4_kernels, name):
             continue
         _library.define(name + schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        _library.impl(name, functools.partial(_serve, function), "CompositeExplicitAutograd")
         torch.library.register_fake(
             f"dsv4_kernels::{name}", lambda *args, **kwargs: None, lib=_library
         )

@@ -1,0 +1,200 @@
+// The operators as torch sees them: checks of the arguments, and CUDA kernels for the schemas that the Python
+// package defines. Only torch's stable ABI is used, so that one binary serves several torch versions.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "insert.h"
+
+// Weak, because a torch without CUDA does not have it: there the library loads, and its checks can be tested.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                     void** stream);
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kHeadDim = 512, kRopeDim = 64, kMaxHeads = 128;
+
+// std::invalid_argument becomes ValueError in Python.
+template <typename... Words>
+void require(bool condition, const Words&... words) {
+  if (condition) return;
+  std::ostringstream message;
+  (message << ... << words);
+  throw std::invalid_argument(message.str());
+}
+
+std::string shape(const Tensor& x) {
+  std::ostringstream out;
+  out << "[";
+  for (int64_t i = 0; i < x.dim(); ++i) out << (i ? ", " : "") << x.size(i);
+  out << "]";
+  return out.str();
+}
+
+bool is_index(const Tensor& x) {
+  return x.dim() == 1 && x.is_contiguous() &&
+         (x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long);
+}
+
+void require_scale(const char* name, const Tensor& x) {
+  require(x.numel() == 1 && x.scalar_type() == ScalarType::Float, name, " must be one fp32 element, got ", shape(x),
+          ".");
+}
+
+// The stride of a block of `cache`, after checking that it holds blocks of `block_size` rows.
+int64_t cache_block_stride(const Tensor& cache, int64_t block_size, bool fp8) {
+  const ScalarType dtype = cache.scalar_type();
+  require(fp8 ? dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Byte : dtype == ScalarType::BFloat16,
+          "the cache holds ", fp8 ? "E4M3" : "BF16", " rows and cannot be of another dtype.");
+  int64_t block = 1;
+  bool contiguous = true;
+  for (int64_t i = cache.dim() - 1; i >= 1; --i) {
+    contiguous &= cache.size(i) == 1 || cache.stride(i) == block;
+    block *= cache.size(i);
+  }
+  require(block_size >= 1 && cache.dim() >= 2 && block == block_size * kHeadDim, "a cache of shape ", shape(cache),
+          " does not hold blocks of ", block_size, " x 512.");
+  const int64_t blocks = cache.size(0);
+  require(blocks == 0 || (contiguous && (blocks == 1 || cache.stride(0) >= block)),
+          "a block of the cache must be contiguous and alone.");
+  require(blocks * block_size <= std::numeric_limits<int32_t>::max(), "a cache of ", blocks, " blocks of ",
+          block_size, " has 2^31 rows or more.");
+  return cache.stride(0);
+}
+
+// What launches: the caller's device is made current, whatever another copy of the runtime thinks is.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_));
+    if (before_ != device) check(cudaSetDevice(device));
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  static void check(cudaError_t error) {
+    if (error == cudaSuccess) return;
+    throw std::runtime_error(std::string("dsv4_kernels: CUDA error: ") + cudaGetErrorString(error));
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor& k_cache,
+            const Tensor& slot_mapping, const Tensor& position_ids, const Tensor& cos_sin_cache, double eps,
+            int64_t cache_block_size, const Tensor* fp8_scale = nullptr, const Tensor* q_fp8_scale_inv = nullptr) {
+  require(q.dim() == 3 && q.size(2) == kHeadDim && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
+          "q must be [N, H, 512] bf16, got ", shape(q), ".");
+  const int64_t num_tokens = q.size(0), num_heads = q.size(1);
+  require(1 <= num_heads && num_heads <= kMaxHeads, "q must have 1 to 128 heads, got ", num_heads, ".");
+  require(num_tokens < (int64_t{1} << 31) / (num_heads + 1), "q has too many tokens: ", num_tokens, ".");
+  require(kv.dim() == 2 && kv.size(1) == kHeadDim && kv.stride(1) == 1 && kv.scalar_type() == ScalarType::BFloat16,
+          "kv must be [M, 512] bf16, got ", shape(kv), ".");
+  require(is_index(slot_mapping), "slot_mapping must be a contiguous int32 or int64 vector.");
+  require(is_index(position_ids), "position_ids must be a contiguous int32 or int64 vector.");
+  const int64_t num_slots = slot_mapping.size(0);
+  require(num_slots <= std::min(num_tokens, kv.size(0)) && position_ids.size(0) >= num_tokens, num_slots,
+          " slots need as many rows of kv (got ", kv.size(0), ") and of q (got ", num_tokens,
+          "), and q needs as many positions (got ", position_ids.size(0), ").");
+  require(cos_sin_cache.dim() == 2 && cos_sin_cache.size(1) == kRopeDim && cos_sin_cache.stride(1) == 1,
+          "cos_sin_cache must be [max_position, 64], got ", shape(cos_sin_cache), ".");
+  const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
+  require(cos_sin_dtype == ScalarType::Float || cos_sin_dtype == ScalarType::BFloat16,
+          "cos_sin_cache must be fp32 or bf16.");
+  const int64_t block_stride = cache_block_stride(k_cache, cache_block_size, fp8_scale != nullptr);
+
+  const auto device = q.device();
+  const auto require_here = [&](const char* name, const Tensor& x) {
+    require(x.device() == device, name, " must be on the device of q.");
+  };
+  require_here("kv", kv);
+  require_here("k_cache", k_cache);
+  require_here("slot_mapping", slot_mapping);
+  require_here("position_ids", position_ids);
+  require_here("cos_sin_cache", cos_sin_cache);
+  if (fp8_scale) {
+    require_scale("fp8_scale", *fp8_scale);
+    require_here("fp8_scale", *fp8_scale);
+  }
+  if (q_fp8_scale_inv) {
+    require_scale("q_fp8_scale_inv", *q_fp8_scale_inv);
+    require_here("q_fp8_scale_inv", *q_fp8_scale_inv);
+    require_here("q_fp8", q_out);
+    require(q_out.dim() == 3 && std::equal(q.sizes().begin(), q.sizes().end(), q_out.sizes().begin()) &&
+                q_out.scalar_type() == ScalarType::Float8_e4m3fn && q_out.stride(2) == 1,
+            "q_fp8 must be ", shape(q), " float8_e4m3fn, got ", shape(q_out), ".");
+  }
+  if (num_tokens == 0) return;
+  require(q.is_cuda() && aoti_torch_get_current_cuda_stream, "q must be on a CUDA GPU.");
+
+  dsv4::Insert call;
+  call.q = q.data_ptr();
+  call.q_token_stride = q.stride(0);
+  call.q_head_stride = q.stride(1);
+  call.q_out = q_out.data_ptr();
+  call.q_out_token_stride = q_out.stride(0);
+  call.q_out_head_stride = q_out.stride(1);
+  call.kv = kv.data_ptr();
+  call.kv_stride = kv.stride(0);
+  call.k_cache = k_cache.data_ptr();
+  call.k_cache_block_stride = block_stride;
+  call.slot_mapping = slot_mapping.data_ptr();
+  call.position_ids = position_ids.data_ptr();
+  call.slots_are_int64 = slot_mapping.scalar_type() == ScalarType::Long;
+  call.positions_are_int64 = position_ids.scalar_type() == ScalarType::Long;
+  call.cos_sin_cache = cos_sin_cache.data_ptr();
+  call.cos_sin_stride = cos_sin_cache.stride(0);
+  call.cos_sin_is_bf16 = cos_sin_dtype == ScalarType::BFloat16;
+  call.fp8_scale = fp8_scale ? static_cast<const float*>(fp8_scale->data_ptr()) : nullptr;
+  call.q_fp8_scale_inv = q_fp8_scale_inv ? static_cast<const float*>(q_fp8_scale_inv->data_ptr()) : nullptr;
+  call.eps = static_cast<float>(eps);
+  call.cache_block_size = static_cast<uint32_t>(cache_block_size);
+  call.num_tokens = static_cast<uint32_t>(num_tokens);
+  call.num_heads = static_cast<uint32_t>(num_heads);
+  call.num_slots = static_cast<uint32_t>(num_slots);
+
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
+  OnDevice guard(q.get_device_index());
+  OnDevice::check(dsv4::launch_insert(call, static_cast<cudaStream_t>(stream)));
+}
+
+void full_cache_bf16_insert(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
+                            Tensor cos_sin_cache, double eps, int64_t cache_block_size) {
+  insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size);
+}
+
+void full_cache_fp8_insert(Tensor q, Tensor kv, Tensor q_fp8, Tensor k_cache, Tensor slot_mapping,
+                           Tensor position_ids, Tensor cos_sin_cache, Tensor fp8_scale, Tensor q_fp8_scale_inv,
+                           double eps, int64_t cache_block_size) {
+  insert(q, q_fp8, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale,
+         &q_fp8_scale_inv);
+}
+
+void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
+                                  Tensor cos_sin_cache, Tensor fp8_scale, double eps, int64_t cache_block_size) {
+  insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(dsv4_kernels, CUDA, library) {
+  library.impl("full_cache_bf16_insert", TORCH_BOX(&full_cache_bf16_insert));
+  library.impl("full_cache_fp8_insert", TORCH_BOX(&full_cache_fp8_insert));
+  library.impl("full_cache_fp8_insert_bf16_q", TORCH_BOX(&full_cache_fp8_insert_bf16_q));
+}

@@ -1,0 +1,111 @@
+"""Loads `libdsv4_kernels.so`: CUDA kernels that take the operators over from Triton where they can.
+
+`scripts/build-kernels.sh` puts the library beside this file. It registers its kernels with torch for
+the dispatch key CUDA, which comes before the Triton implementations. Without it, or with one that
+does not fit here, Triton serves, and a line in the log says why.
+"""
+
+import functools
+import json
+import logging
+import re
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = Path(__file__).with_name("libdsv4_kernels.so")
+# What the operators of the library take. Raise it when a schema or its meaning changes, so that an
+# older build is refused and not called with other arguments. The build script reads this line.
+INTERFACE = 1
+
+_BUILD = re.compile(rb"dsv4_kernels_build (\{[^\0]*\})\0")
+_REBUILD = "rebuild it with scripts/build-kernels.sh"
+
+
+@functools.cache
+def load() -> bool:
+    """Whether the native operators serve this process; loads the library if need be.
+
+    Asks for the current GPU, so it initialises CUDA. The operators call it when they are first used;
+    a program that captures CUDA graphs or times its first call should do so earlier.
+    """
+    if _registered():  # by this package under its other name
+        return True
+    if not LIBRARY.exists():
+        logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)
+        return False
+    try:
+        build = build_info(LIBRARY)
+        problem = refusal(
+            build,
+            torch_version=torch.__version__,
+            cuda_version=torch.version.cuda,
+            capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        )
+        if problem is None:
+            torch.ops.load_library(str(LIBRARY))
+            if not _registered():
+                problem = f"it registers no operators; {_REBUILD}"
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        problem = f"it cannot be loaded ({error}); {_REBUILD}"
+    if problem is not None:
+        logger.warning("%s is not used: %s. Triton serves.", LIBRARY, problem)
+        return False
+    logger.info(
+        "Native kernels serve (%s, CUDA %s, sm %s).", LIBRARY, build["cuda"], build["archs"]
+    )
+    return True
+
+
+def build_info(library: Path) -> dict:
+    """How `library` was built, read from the file without loading it.
+
+    Raises ValueError if it does not say.
+    """
+    found = _BUILD.search(library.read_bytes())
+    if found is None:
+        raise ValueError("it does not say how it was built")
+    return json.loads(found[1])
+
+
+def refusal(
+    build: dict,
+    *,
+    torch_version: str,
+    cuda_version: str | None,
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """Why a library with this `build_info` must not be loaded, and what to do; None if it may."""
+    if build.get("interface") != INTERFACE:
+        return (
+            f"it is of another version of this package (interface {build.get('interface')}, "
+            f"needed {INTERFACE}); {_REBUILD}"
+        )
+    if _numbers(torch_version) < _numbers(build["torch"]):
+        return f"it needs torch {build['torch']} or newer and this is {torch_version}; update torch"
+    if cuda_version is None or capability is None:
+        return "it needs a CUDA GPU and a torch built with CUDA"
+    if _numbers(cuda_version)[0] != _numbers(build["cuda"])[0]:
+        return (
+            f"it was built with CUDA {build['cuda']} and this torch with {cuda_version}; {_REBUILD} "
+            f"and a CUDA {_numbers(cuda_version)[0]} toolkit"
+        )
+    needed = "{}{}".format(*capability)
+    if needed not in [arch.rstrip("af") for arch in build["archs"].split()]:
+        return (
+            f"it has code for sm {build['archs']} and this GPU is sm_{needed}; {_REBUILD} with "
+            f"DSV4_CUDA_ARCHS={needed}{'a' if capability[0] >= 9 else ''}"
+        )
+    return None
+
+
+def _registered() -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel("dsv4_kernels::full_cache_bf16_insert", "CUDA")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 11) of 2.11.0+cu130: major and minor."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

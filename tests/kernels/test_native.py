@@ -1,0 +1,387 @@
+"""The native kernels: their bits against Triton's, how they are built, and when they are refused."""
+
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dsv4_kernels import insert, native
+from test_insert import BAD_ARGUMENTS, OPERATORS, Case
+
+REPO = Path(__file__).parents[2]
+CSRC = REPO / "csrc"
+
+# ---------------------------------------------------------------- bits
+
+
+@pytest.fixture
+def native_kernels():
+    if not native.load():
+        pytest.skip("there are no native kernels for this GPU: scripts/build-kernels.sh")
+
+
+def memory(tensor):
+    """All bytes of a tensor's storage, what is around the tensor included."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def assert_same_bits(tensor, expected):
+    found, wanted = memory(tensor), memory(expected)
+    if tensor.dtype == torch.bfloat16:
+        # Which NaN is not defined. E4M3 has one, but for its sign.
+        found, wanted = (x.view(torch.bfloat16).float() for x in (found, wanted))
+        found, wanted = (torch.where(x.isnan(), torch.nan, x).view(torch.int32) for x in (found, wanted))
+    assert torch.equal(found, wanted)
+
+
+def compare(operator, device, prepare=lambda case: None, **options):
+    """Run Triton and the native kernel on the same fresh inputs; every byte has to be the same."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")  # pytest shows it if this fails
+    cases = [Case(operator, device, seed=seed, **options) for _ in range(2)]
+    for case in cases:
+        torch.manual_seed(seed)
+        prepare(case)
+    triton, native_case = cases
+    assert_same_bits(native_case.q, triton.q)
+    getattr(insert, operator)(*triton.args())
+    getattr(torch.ops.dsv4_kernels, operator)(*native_case.args())
+    for name in ("q", "q_fp8", "kv", "cache"):
+        assert_same_bits(getattr(native_case, name), getattr(triton, name))
+
+
+def every_bf16(case):
+    """All 65536 bf16 as KV and as Q: zeros, subnormals, infinities and NaNs of all kinds."""
+    values = torch.arange(65536, dtype=torch.int32, device=case.kv.device).short().view(torch.bfloat16)
+    case.kv.copy_(values.view(128, 512))
+    # A NaN or an infinity takes its whole head along, so most heads are finite.
+    case.q.copy_(values[torch.randperm(65536, device=values.device)].view(128, 1, 512).expand_as(case.q))
+    case.q[::2] = torch.where(case.q[::2].isfinite(), case.q[::2], 1.0).clamp(-1e15, 1e15)
+
+
+def specials(case):
+    case.kv[:, 100], case.kv[:, 447], case.kv[:, 460] = -0.0, 1e-39, -0.0
+    case.kv[0, 3], case.kv[2, 500], case.kv[3, 5], case.kv[3, 446] = torch.tensor(
+        [torch.nan, torch.nan, torch.inf, -torch.inf], device=case.kv.device
+    )
+    case.q[1, 1, 7], case.q[2, 0, 7], case.q[3, 0, 450] = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf], device=case.q.device
+    )
+    case.q[4], case.q[5] = 0.0, 1e-39
+
+
+def off_by_one(case):
+    """Rows that begin where no vector load or store can."""
+    for name in ("q", "q_fp8", "kv", "cos_sin"):
+        tensor = getattr(case, name)
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=torch.float32, device=tensor.device).to(
+            tensor.dtype
+        )
+        wide[..., 1:-2] = tensor
+        setattr(case, name, wide[..., 1:-2])
+
+
+BITS = {
+    "one token": dict(tokens=1, heads=8),
+    "one head": dict(tokens=40, heads=1, num_blocks=20),
+    "odd heads": dict(tokens=37, heads=5, num_blocks=20),
+    "128 heads": dict(tokens=33, heads=128, num_blocks=20),
+    # From 32768 heads on a warp takes two.
+    "heads in pairs": dict(tokens=4100, heads=8, num_blocks=1100),
+    "heads in pairs of other sizes": dict(tokens=700, heads=54, num_blocks=200, extra_stride=1),
+    "too odd for pairs": dict(tokens=1200, heads=29, num_blocks=400),
+    "specials": dict(tokens=12, heads=3, prepare=specials),
+    "specials in pairs": dict(tokens=600, heads=64, num_blocks=200, prepare=specials),
+    "all bf16": dict(tokens=128, heads=4, num_blocks=64, prepare=every_bf16),
+    "strides": dict(tokens=9, heads=5, extra_stride=3, padding=96),
+    "rows off by one": dict(tokens=12, heads=3, prepare=off_by_one),
+    "cache off by some": dict(tokens=12, heads=3, padding=3),
+    "bf16 cosines": dict(tokens=12, heads=2, cos_sin_dtype=torch.bfloat16),
+    "bf16 cosines off by one": dict(tokens=12, heads=2, cos_sin_dtype=torch.bfloat16, prepare=off_by_one),
+    "int32": dict(tokens=12, heads=2, index_dtypes=(torch.int32, torch.int32)),
+    "blocks of 3": dict(tokens=50, heads=2, block_size=3, num_blocks=30, uint8=True),
+    "blocks of 1": dict(tokens=50, heads=2, block_size=1, num_blocks=70),
+    "fewer slots": dict(tokens=50, heads=2, slots=7, num_blocks=30),
+    "no slots": dict(tokens=50, heads=2, slots=0),
+    "saturation": dict(tokens=12, heads=2, kv_factor=1e4, q_scale_inv=1e4),
+    "ties": dict(tokens=128, heads=2, num_blocks=64, fp8_scale=7 / 64, prepare=every_bf16),
+}
+# Of every kind: negative, subnormal, huge, none.
+SCALES = (1.0, -0.37, 3e-39, 2.0**-61, 2.0**-60, 1.1e-30, 1e18, 1.2e18, 3e38, 0.0, float("inf"), float("nan"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name", BITS)
+def test_native_gives_tritons_bits(operator, name, device, native_kernels):
+    for _ in range(3):
+        compare(operator, device, **BITS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS[1:])
+@pytest.mark.parametrize("scale", SCALES)
+def test_native_scales_as_triton(operator, scale, device, native_kernels):
+    compare(operator, device, every_bf16, tokens=128, heads=2, num_blocks=64, fp8_scale=scale, q_scale_inv=scale)
+
+
+@pytest.mark.gpu
+def test_native_kernel_is_captured_in_a_graph(device, native_kernels):
+    eager, graphed = (Case("full_cache_fp8_insert", device, seed=1, heads=8) for _ in range(2))
+    torch.ops.dsv4_kernels.full_cache_fp8_insert(*eager.args())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.dsv4_kernels.full_cache_fp8_insert(*graphed.args())
+    assert (graphed.storage == 0x5A).all()  # captured, not run
+    graph.replay()
+    assert_same_bits(graphed.cache, eager.cache)
+    assert_same_bits(graphed.q_fp8, eager.q_fp8)
+
+
+# ---------------------------------------------------------------- the loader
+
+FITS = {"interface": native.INTERFACE, "torch": "2.11", "cuda": "13.0", "archs": "90a 100a", "sources": ""}
+HERE = {"torch_version": "2.13.0+cu130", "cuda_version": "13.0", "capability": (9, 0)}
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        {},
+        {"torch_version": "2.11.0"},
+        {"torch_version": "2.20.1"},
+        {"cuda_version": "13.2"},
+        {"capability": (10, 0)},
+    ],
+)
+def test_a_build_that_fits_is_not_refused(here):
+    assert native.refusal(FITS, **HERE | here) is None
+
+
+@pytest.mark.parametrize(
+    "build, here, words",
+    [
+        ({"interface": 0}, {}, "another version of this package"),
+        ({"interface": None}, {}, "another version of this package"),
+        ({}, {"torch_version": "2.9.1+cu130"}, "needs torch 2.11 or newer and this is 2.9.1"),
+        ({}, {"torch_version": "2.10.0a0+git12"}, "update torch"),
+        ({}, {"cuda_version": "12.9"}, "built with CUDA 13.0 and this torch with 12.9; rebuild it"),
+        ({}, {"cuda_version": None}, "needs a CUDA GPU"),
+        ({}, {"capability": None}, "needs a CUDA GPU"),
+        ({}, {"capability": (12, 0)}, "this GPU is sm_120; rebuild it .* DSV4_CUDA_ARCHS=120a"),
+        ({}, {"capability": (8, 9)}, "DSV4_CUDA_ARCHS=89$"),
+        ({"archs": "100a 103a"}, {}, "code for sm 100a 103a and this GPU is sm_90; .*ARCHS=90a"),
+    ],
+)
+def test_a_build_that_does_not_fit_is_refused(build, here, words):
+
+    reason = native.refusal(FITS | build, **HERE | here)
+    assert re.search(words, reason) and "\n" not in reason
+
+
+def library(build):
+    """A file that says it was built so."""
+    build = build if isinstance(build, bytes) else json.dumps(build).encode()
+    return b"\x7fELF\0dsv4_kernels_build\0dsv4_kernels_build " + build + b"\0more"
+
+
+@pytest.mark.parametrize(
+    "content, level, words",
+    [
+        (None, "INFO", "There are no native kernels"),
+        (b"", "WARNING", "it does not say how it was built); rebuild it with scripts/build-kernels.sh"),
+        (library(b"{"), "WARNING", "it does not say how it was built"),
+        (library(b"{]}"), "WARNING", "it cannot be loaded"),
+        (library({"interface": native.INTERFACE}), "WARNING", "it cannot be loaded ('torch')"),
+        (library(FITS | {"torch": "99.0"}), "WARNING", "needs torch 99.0 or newer"),
+        (library(FITS | {"interface": 99}), "WARNING", "another version"),
+        (library(FITS), "WARNING", "it cannot be loaded"),  # fits, but is no library
+    ],
+)
+def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "libdsv4_kernels.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(native, "LIBRARY", path)
+    monkeypatch.setattr(native, "_registered", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    native.load.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, native.logger.name):
+            assert not native.load() and not native.load()
+    finally:
+        native.load.cache_clear()
+    (record,) = caplog.records
+    assert record.levelname == level and words in record.getMessage()
+    assert "Triton serves" in record.getMessage() and str(path) in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_the_library_at_hand_is_of_these_sources():
+    if not native.LIBRARY.exists():
+        pytest.skip("there are no native kernels: scripts/build-kernels.sh")
+    assert native.build_info(native.LIBRARY)["sources"] == sources(), "run scripts/build-kernels.sh"
+
+
+def sources():
+    return hashlib.sha256(b"".join(p.read_bytes() for p in sorted(CSRC.iterdir()))).hexdigest()
+
+
+# ---------------------------------------------------------------- the build
+
+
+def build(out, **env):
+    script = [str(REPO / "scripts/build-kernels.sh"), str(out)]
+    return subprocess.run(script, capture_output=True, text=True, env={**os.environ, **env})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    nvcc = Path(os.environ.get("CUDA_HOME", "/nonexistent"), "bin/nvcc")
+    if not nvcc.exists() and not shutil.which("nvcc"):
+        pytest.skip("there is no nvcc on PATH or in $CUDA_HOME")
+    out = tmp_path_factory.mktemp("native") / "libdsv4_kernels.so"
+    done = build(out, DSV4_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home())
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def python_home():
+    """The environment of this Python, for scripts that look at VIRTUAL_ENV and PATH."""
+    return str(Path(sys.executable).parents[1])
+
+
+LOAD = """
+import importlib, json, sys
+import torch
+order, path, overlay = sys.argv[1:]
+sys.path[:0] = [overlay, overlay + "/third_party"]
+if order == "library first":
+    torch.ops.load_library(path)
+import dsv4_kernels
+if order == "package first":
+    torch.ops.load_library(path)
+again = importlib.import_module("third_party.dsv4_kernels")
+assert again.insert is not dsv4_kernels.insert
+import dsv4_kernels.native, third_party.dsv4_kernels.native as other
+print(dsv4_kernels.native.load(), other.load())
+print([torch._C._dispatch_has_kernel_for_dispatch_key("dsv4_kernels::" + name, "CUDA") for name in %r])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["library first", "package first"])
+def test_registers_in_any_order_and_under_both_names(built, order):
+    overlay = REPO / "overlay/common/vllm"
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD % OPERATORS, order, str(built), str(overlay)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["True True", "[True, True, True]"]
+
+
+REFUSE = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import conftest, torch
+torch.ops.load_library(sys.argv[1])
+import test_insert
+from test_insert import BAD_ARGUMENTS, OPERATORS, Case, native_kernel
+kernel = native_kernel("full_cache_fp8_insert")
+for name, (attribute, spoil, message) in BAD_ARGUMENTS.items():
+    case = Case("full_cache_fp8_insert", torch.device("cpu"))
+    setattr(case, attribute, spoil(getattr(case, attribute)))
+    try:
+        kernel(*case.args())
+    except ValueError as error:
+        assert message in str(error), (name, str(error))
+    else:
+        raise AssertionError(name)
+for operator in OPERATORS:
+    native_kernel(operator)(*Case(operator, torch.device("cpu"), tokens=0).args())
+    try:
+        native_kernel(operator)(*Case(operator, torch.device("cpu")).args())
+    except ValueError as error:
+        assert "must be on a CUDA GPU" in str(error)
+print(len(BAD_ARGUMENTS), "refused")
+"""
+
+
+@pytest.mark.slow
+def test_bad_arguments_are_refused_without_a_gpu_too(built):
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE, str(built), str(Path(__file__).parent)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(BAD_ARGUMENTS)} refused\n"
+
+
+@pytest.mark.slow
+def test_says_how_it_was_built(built):
+    info = native.build_info(built)
+    assert info.pop("built_with_torch") == torch.__version__
+    assert info["cuda"] and info | {"cuda": ""} == {
+        "interface": native.INTERFACE,
+        "torch": "2.11",
+        "cuda": "",
+        "archs": "90a",
+        "sources": sources(),
+    }
+
+
+@pytest.mark.slow
+def test_depends_on_nothing_that_differs_between_machines(built):
+    if not shutil.which("readelf"):
+        pytest.skip("there is no readelf")
+    needed = subprocess.run(["readelf", "-dW", str(built)], capture_output=True, text=True, check=True)
+    libraries = {line.split("[")[1].split("]")[0] for line in needed.stdout.split("\n") if "(NEEDED)" in line}
+    assert "libtorch.so" in libraries
+    assert not [name for name in libraries if any(word in name for word in ("python", "cuda", "c10"))]
+    symbols = subprocess.run(
+        ["readelf", "--dyn-syms", "-W", str(built)], capture_output=True, text=True, check=True
+    )
+    names = [line.split()[6:8] for line in symbols.stdout.split("\n") if len(line.split()) >= 8]
+    foreign = {name for where, name in names if where == "UND" and "@" not in name} - {
+        "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__",
+    }  # fmt: skip
+    assert foreign and all(name.startswith(("aoti_torch_", "torch_")) for name in foreign), foreign
+    assert [name for where, name in names if where.isdigit()] == ["dsv4_kernels_build"]
+
+
+def test_the_build_without_what_it_needs_says_so(tmp_path):
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in ("bash", "dirname", "env", "sed", "sort", "head"):
+        (bin_folder / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(bin_folder), "CUDA_HOME": "", "VIRTUAL_ENV": ""}
+    out = tmp_path / "out.so"
+
+    def stopped():
+        done = build(out, **env)
+        assert done.returncode == 1 and not out.exists()
+        (line,) = done.stderr.strip().split("\n")
+        return line
+
+    assert "there is no nvcc on PATH" in stopped()
+    nvcc = bin_folder / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    assert "there is no python3 on PATH" in stopped()
+    python = bin_folder / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert "has no torch, whose headers are needed" in stopped()
+    python.write_text("#!/bin/sh\necho 2.9.0+cu130 /nowhere\n")
+    assert "the headers of torch 2.9.0+cu130 are too old; install torch 2.11 or newer" in stopped()
