@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +41,13 @@ TOLERANCE = 2e-3
 LAYER_TOLERANCE = 4e-3
 
 
+class Failed(Exception):
+    """A check found something wrong; the text is for the table."""
+
+
 def expect(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise AssertionError(otherwise)
+        raise Failed(otherwise)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
@@ -110,6 +115,8 @@ def check_cache_dtypes() -> str:
     hopper = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(9, 0))
     canonical = {"auto": "bfloat16", "bfloat16": "bfloat16"}
     canonical |= dict.fromkeys(("fp8", "fp8_e4m3", "fp8_per_tensor"), "fp8_per_tensor")
+    missing = canonical.keys() - set(get_args(CacheDType))
+    expect(not missing, f"vLLM does not know {', '.join(missing)}")
     refused = [name for name in get_args(CacheDType) if name not in canonical]
     for name, expected in canonical.items():
         found = configured(name, hopper)
@@ -140,7 +147,7 @@ def check_gpu() -> str:
         configured("auto", current_platform)
     except ValueError:
         return f"{found}; the backend itself refuses to serve here"
-    raise AssertionError(f"{found}; the backend does not refuse to serve here")
+    raise Failed(f"{found}; the backend does not refuse to serve here")
 
 
 
@@ -450,10 +457,11 @@ def main() -> int:
         try:
             result, detail = "ok", check(*arguments)
         except Exception as error:  # whatever it is, it is the result of this check
-            reason = str(error).partition("\n")[0]
-            detail = reason if isinstance(error, AssertionError) else f"{type(error).__name__}: {reason}"
-            result = "FAILED"
+            result, detail = "FAILED", str(error).partition("\n")[0]
             failed += 1
+            if not isinstance(error, Failed):
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                detail = f"{type(error).__name__} in {place.filename}:{place.lineno} {detail}"
         tqdm.write(f"{label:{width}}  {result:6}  {detail}")
     took = time.perf_counter() - start
     print(f"\n{len(checks) - failed} of {len(checks)} checks passed, {failed} failed, in {took:.0f} s.")
