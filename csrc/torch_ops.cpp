@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
 #include "insert.h"
+#include "sparse_mla_sm90.h"
 
 // Weak, because a torch without CUDA does not have it: there the library loads, and its checks can be tested.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -191,10 +193,64 @@ void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor sl
   insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale);
 }
 
+// `[pages, page, 512]`; the Python side has checked shapes and dtypes.
+dsv4::Pool pool(const char* name, const Tensor& x, bool fp8) {
+  const int64_t bytes = fp8 ? 1 : 2, page = x.stride(0) * bytes, row = x.stride(1) * bytes;
+  require(page % 16 == 0 && row % 16 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, name,
+          " must have rows that start at multiples of 16 bytes.");
+  return {x.data_ptr(), page, row, static_cast<int32_t>(x.size(1))};
+}
+
+void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Tensor topk_lens, Tensor visible,
+                     Tensor out, std::optional<Tensor> sinks, std::optional<Tensor> bmm1_tensor,
+                     std::optional<Tensor> bmm2_tensor, double bmm1, double bmm2) {
+  const auto aligned = [](const Tensor& x, int64_t bytes) {
+    return x.stride(0) * bytes % 16 == 0 && x.stride(1) * bytes % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  };
+  dsv4::SparseMla call;
+  call.q_is_fp8 = q.scalar_type() == ScalarType::Float8_e4m3fn;
+  call.rows_are_fp8 = swa.scalar_type() == ScalarType::Float8_e4m3fn;
+  require(aligned(q, call.q_is_fp8 ? 1 : 2) && aligned(out, 2),
+          "q and out must have heads that start at multiples of 16 bytes.");
+  call.q = q.data_ptr();
+  call.q_token_stride = q.stride(0);
+  call.q_head_stride = q.stride(1);
+  call.out = out.data_ptr();
+  call.out_token_stride = out.stride(0);
+  call.out_head_stride = out.stride(1);
+  call.swa = pool("the SWA pool", swa, call.rows_are_fp8);
+  call.compressed = pool("the compressed pool", compressed, call.rows_are_fp8);
+  call.indices = static_cast<const int32_t*>(indices.data_ptr());
+  call.indices_stride = indices.stride(0);
+  call.topk_lens = static_cast<const int32_t*>(topk_lens.data_ptr());
+  call.visible = static_cast<const int32_t*>(visible.data_ptr());
+  const auto floats = [](const std::optional<Tensor>& x) {
+    return x ? static_cast<const float*>(x->data_ptr()) : nullptr;
+  };
+  if (bmm1_tensor) require_scale("bmm1_scale", *bmm1_tensor);
+  if (bmm2_tensor) require_scale("bmm2_scale", *bmm2_tensor);
+  call.sinks = floats(sinks);
+  call.bmm1_tensor = floats(bmm1_tensor);
+  call.bmm2_tensor = floats(bmm2_tensor);
+  call.bmm1 = static_cast<float>(bmm1);
+  call.bmm2 = static_cast<float>(bmm2);
+  require(q.size(0) < int64_t{1} << 24, "q has too many tokens: ", q.size(0), ".");
+  call.tokens = static_cast<int32_t>(q.size(0));
+  call.heads = static_cast<int32_t>(q.size(1));
+  call.width = static_cast<int32_t>(indices.size(1));
+
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
+  OnDevice guard(q.get_device_index());
+  OnDevice::check(dsv4::launch_sparse_mla_sm90(call, static_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_kernels, CUDA, library) {
   library.impl("full_cache_bf16_insert", TORCH_BOX(&full_cache_bf16_insert));
   library.impl("full_cache_fp8_insert", TORCH_BOX(&full_cache_fp8_insert));
   library.impl("full_cache_fp8_insert_bf16_q", TORCH_BOX(&full_cache_fp8_insert_bf16_q));
+  library.impl("sparse_mla_sm90", TORCH_BOX(&sparse_mla_sm90));
 }

@@ -9,7 +9,7 @@ import os
 if os.environ.get("TRITON_INTERPRET") == "1":
     from . import interpreter  # noqa: F401  (patches Triton's interpreter)
 
-from . import insert  # noqa: E402, F401  (registers torch.ops.dsv4_kernels.*)
+from . import insert, sm90  # noqa: E402, F401  (register torch.ops.dsv4_kernels.*)
 from .compressor import compress_norm_rope_store  # noqa: E402
 from .interface import MAX_HEADS, PROVIDERS, pick_provider, sparse_mla  # noqa: E402
 from .sparse_index import SparseIndexTable, build_sparse_index_table  # noqa: E402

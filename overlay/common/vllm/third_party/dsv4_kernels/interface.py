@@ -13,7 +13,7 @@ import torch
 HEAD_DIM = 512
 SWA_COLUMNS = 128
 MAX_HEADS = 128
-PROVIDERS = ("reference", "triton")
+PROVIDERS = ("reference", "triton", "sm90")
 _POOL_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -95,7 +95,7 @@ def sparse_mla(
         cum_seq_lens_q: int32 `[batch + 1]`, first query token of each request, for ragged queries.
         max_q_len: longest query of a ragged batch.
         enable_pdl: accepted for FlashInfer's sake, without effect here.
-        provider: "reference" or "triton"; None picks (`pick_provider` says why).
+        provider: "reference", "triton" or "sm90"; None picks (`pick_provider` says why).
 
     Returns:
         `out`.
@@ -120,6 +120,8 @@ def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
     # Imported on first use: a provider may need more than torch (Triton, later FlashInfer or our CUDA).
     if name == "reference":
         from .reference import sparse_mla_reference as run
+    elif name == "sm90":
+        from .sm90 import sparse_mla_sm90 as run
     else:
         from .triton_sparse_mla import sparse_mla_triton as run
     return run
@@ -129,8 +131,12 @@ def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
 def pick_provider(device_type: str) -> tuple[str, str]:
     """The provider for tensors on `device_type` ("cuda", "cpu"), and the reason in words for the log."""
     if device_type == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return "triton", f"the portable Triton kernels serve compute capability {major}.{minor}"
+        from . import sm90
+
+        capability = torch.cuda.get_device_capability()
+        if sm90.serves(capability):
+            return "sm90", "the native library has kernels for compute capability 9.0"
+        return "triton", "there are no native kernels for compute capability {}.{}".format(*capability)
     return "reference", f"the Triton kernels need a GPU and the tensors are on {device_type}"
 
 

@@ -1,0 +1,39 @@
+// Launch of sparse MLA for Hopper (sparse_mla_sm90.cu), free of torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dsv4 {
+
+// A pool of 512-wide rows; strides in bytes, rows 16-byte aligned.
+struct Pool {
+  const void* rows;
+  int64_t page_stride, row_stride;
+  int32_t page;  // rows of a page
+};
+
+// One call. Names and meaning: SparseMLACall in dsv4_kernels/interface.py. Strides are in elements.
+struct SparseMla {
+  const void* q;  // BF16, or E4M3
+  int64_t q_token_stride, q_head_stride;
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  Pool swa, compressed;
+  const int32_t* indices;
+  int64_t indices_stride;
+  const int32_t* topk_lens;
+  const int32_t* visible;
+  const float* sinks;        // or null
+  const float* bmm1_tensor;  // or null, and then the value below counts
+  const float* bmm2_tensor;
+  float bmm1, bmm2;
+  int32_t tokens, heads, width;
+  bool q_is_fp8, rows_are_fp8;
+};
+
+// Limits: 1 to 128 heads, tokens below 2^24.
+cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
+
+}  // namespace dsv4
