@@ -23,10 +23,9 @@ import torch
 GPU = torch.cuda.is_available()
 if not GPU:
     # Before Triton is imported. vLLM keeps Triton without a GPU only if none is meant to be visible.
-    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # The glue would pick the reference, which is not what has to be tested.
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_DSV4_PROVIDER": "triton"}
 logging.disable(logging.WARNING)
-# On the CPU the glue would pick the reference, which is not what has to be tested.
-os.environ["VLLM_DSV4_PROVIDER"] = "triton"
 
 import vllm  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -357,7 +356,7 @@ def check_compressor(ratio: int, dtype: torch.dtype) -> str:
     return f"3 rows, error {relative_error(rows[slots], stored(seq.compressed(), dtype), TOLERANCE):.1e}"
 
 
-def check_sparse_mla(heads: int, q_dtype: torch.dtype, dtype: torch.dtype) -> str:
+def check_sparse_mla(provider: str, heads: int, q_dtype: torch.dtype, dtype: torch.dtype) -> str:
     from vllm.third_party.dsv4_kernels import sparse_mla
 
     gen = torch.Generator().manual_seed(heads)
@@ -370,7 +369,7 @@ def check_sparse_mla(heads: int, q_dtype: torch.dtype, dtype: torch.dtype) -> st
     sinks = torch.randn(heads, generator=gen).to(DEVICE)
     arguments = (query, pools[0], None, indices, pools[1], lens, seen, None, SCALE, 1.0, sinks)
     expected = sparse_mla(*arguments, provider="reference").cpu().double()
-    found = sparse_mla(*arguments, provider="triton")
+    found = sparse_mla(*arguments, provider=provider)
     # Both results are rounded to BF16.
     return f"error to the reference {relative_error(found, expected, TOLERANCE):.1e}"
 
@@ -427,6 +426,8 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
 
 
 def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:
+    from vllm.third_party.dsv4_kernels import pick_provider
+
     checks: list[tuple[str, Callable[..., str], tuple]] = [
         ("applied files", check_files, ()),
         ("backend names", check_names, ()),
@@ -437,9 +438,13 @@ def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:
         checks.append((op, check_insert, (op, BF16 if "bf16_insert" in op else E4M3)))
     for name, dtype in FORMATS:
         checks += [(f"compressor, ratio {r}, {name}", check_compressor, (r, dtype)) for r in (4, 128)]
-    for heads in (8, 64, 128):
-        for kind, q, dtype in (("BF16", BF16, BF16), ("FP8 cache", BF16, E4M3), ("FP8 cache and q", E4M3, E4M3)):
-            checks.append((f"sparse_mla, {heads} heads, {kind}", check_sparse_mla, (heads, q, dtype)))
+    # What vLLM would use here, and the one that serves everywhere.
+    formats = (("BF16", BF16, BF16), ("FP8 cache", BF16, E4M3), ("FP8 cache and q", E4M3, E4M3))
+    for provider in sorted({"triton", pick_provider("cuda")[0] if GPU else "triton"}):
+        for heads in (8, 64, 128):
+            for kind, q, dtype in formats:
+                label = f"{provider}, {heads} heads, {kind}"
+                checks.append((label, check_sparse_mla, (provider, heads, q, dtype)))
     for name, dtype in FORMATS:
         checks += [(f"whole layer, ratio {r}, {name}", check_layer, (r, dtype)) for r in (1, 4, 128)]
     return [*checks, ("GPU", check_gpu, ())]
