@@ -14,7 +14,7 @@ stop() {
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 package=$repo/overlay/common/vllm/third_party/dsv4_kernels
-out=${1:-$package/libdsv4_kernels.so}
+out=${1:-$package/lib/libdsv4_kernels.so}
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || true)}
@@ -64,6 +64,7 @@ IFS=. read -r major minor <<<"$torch_target"
     "$repo"/csrc/*.cu "$repo"/csrc/*.cpp "$work/build.cpp" \
     -L "$torch/lib" -ltorch -o "$work/out.so"
 chmod 755 "$work/out.so"
+mkdir -p "$(dirname "$out")"
 mv -f "$work/out.so" "$out.new"
 mv -f "$out.new" "$out"
 echo "built $out for sm ${archs[*]} with CUDA $cuda, torch $torch_target and newer"

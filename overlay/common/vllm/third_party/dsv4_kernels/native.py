@@ -1,6 +1,6 @@
 """Loads `libdsv4_kernels.so`: CUDA kernels that take the operators over from Triton where they can.
 
-`scripts/build-kernels.sh` puts the library beside this file. It registers its kernels with torch for
+`scripts/build-kernels.sh` puts the library into `lib/`. It registers its kernels with torch for
 the dispatch key CUDA, which comes before the Triton implementations. Without it, or with one that
 does not fit here, Triton serves, and a line in the log says why.
 """
@@ -15,7 +15,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).with_name("libdsv4_kernels.so")
+# In a folder of its own: here, whoever lists the modules of this package would take it for one.
+LIBRARY = Path(__file__).parent / "lib" / "libdsv4_kernels.so"
 # What the operators of the library take. Raise it when a schema or its meaning changes, so that an
 # older build is refused and not called with other arguments. The build script reads this line.
 INTERFACE = 1
