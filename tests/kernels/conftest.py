@@ -30,6 +30,14 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(autouse=True)
+def give_memory_back(request):
+    """After a test on the GPU: several processes share it, and pools of 2^31 elements stay in torch's cache."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
