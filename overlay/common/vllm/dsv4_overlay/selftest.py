@@ -55,7 +55,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor, tolerance: float
     return error
 
 
-
 def check_files() -> str:
     root = Path(vllm.__file__).parents[1]
     record = json.loads((root / "vllm/_dsv4_overlay/record.json").read_text())
@@ -149,7 +148,6 @@ def check_gpu() -> str:
     raise Failed(f"{found}; the backend does not refuse to serve here")
 
 
-
 def cache_specs(cache_dtype: str, ratios: list[int]) -> dict[str, object]:
     """Cache specs by layer name, as the patched classes of vLLM give them."""
     from vllm.dsv4_overlay.adapter import swa_cache_class
@@ -205,7 +203,6 @@ def check_pages(cache_dtype: str) -> str:
             size = specs[name].page_size_bytes * plan.num_blocks
             expect(tensor.size == size, f"{name} needs {size} bytes and gets {tensor.size}")
     return f"{len(specs)} caches of {len(ratios)} layers in {len(groups)} groups; window page {64 * row} bytes"
-
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -296,7 +293,6 @@ def sequence_attention(seq: Sequence, picked: torch.Tensor | None, first: int) -
         weights = torch.cat((scores, seq.sink.double()[:, None]), 1).softmax(1)[:, :-1]
         out.append(weights @ keys)
     return torch.stack(out)
-
 
 
 def check_insert(op: str, dtype: torch.dtype) -> str:
@@ -422,7 +418,6 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
         attention.attend(layer, q[-last:], out, window, rows)
     expected = sequence_attention(seq, picked, seq.length - last)
     return f"{seq.length} tokens, error {relative_error(out, expected, LAYER_TOLERANCE):.1e}"
-
 
 
 def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:

@@ -1,7 +1,8 @@
 """The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu), in the library that native.py loads.
 
-1 to 128 heads, padded to the next 16, 32 or 64 in registers only; E4M3 or BF16 rows; up to 8 thread blocks share the
-keys of a token when the batch is small. Deterministic: the split follows from the shapes, the merge has one order.
+1 to 128 heads, padded to the next 16, 32 or 64 in registers only; E4M3 or BF16 rows. Up to 8 thread blocks share
+the keys of a token when the batch is small. Deterministic: the split follows from the shapes, the merge has one
+order.
 """
 
 import torch
