@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
-from timing import REPLAYS, copy_tb_s, microseconds
+from timing import REPLAYS, copy_tb_s, microseconds, provenance
 
 try:
     from vllm.third_party.dsv4_kernels import insert, native
@@ -145,13 +143,8 @@ def main() -> int:
             del inputs
             torch.cuda.empty_cache()
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
     report = {
-        "command": " ".join(sys.argv),
-        "gpu": driver.stdout.strip(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        **provenance(),
         "native_build": native.build_info(native.LIBRARY) if "native" in implementations else None,
         "method": {"calls_a_graph": CALLS, "max_bytes_of_q": MAX_BYTES, "replays": REPLAYS},
         "copy_tb_s": copy,

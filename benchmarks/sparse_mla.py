@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
-from timing import REPLAYS, copy_tb_s, microseconds
+from timing import REPLAYS, copy_tb_s, microseconds, provenance
 from vllm.third_party.dsv4_kernels import PROVIDERS, sparse_mla
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -151,13 +149,8 @@ def main() -> int:
     del base
     providers = [name for name in PROVIDERS if name != "reference"]
     results = measure(providers, pools, fp8_ds_mla_pool())
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
     report = {
-        "command": " ".join(sys.argv),
-        "gpu": driver.stdout.strip(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        **provenance(),
         "method": {"calls_a_graph": CALLS, "replays": REPLAYS, "rows_a_pool": PAGES * PAGE},
         "ceilings": measured,
         "results": results,

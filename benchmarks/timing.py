@@ -1,11 +1,14 @@
-"""What the benchmarks share: times of CUDA-graph replays, and what the memory of this GPU can do."""
+"""What the benchmarks share: times of CUDA-graph replays, what the memory of this GPU can do, and what it is."""
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
+import triton
 
 REPLAYS = 7
 
@@ -40,3 +43,13 @@ def copy_tb_s() -> float:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * source.nbytes / microseconds(lambda _: torch.neg(source, out=target), 3) / 1e6
+
+
+def provenance() -> dict:
+    """The command, the GPU with its driver, and the versions, for the head of a result file."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return {
+        "command": " ".join(sys.argv),
+        "gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+    }

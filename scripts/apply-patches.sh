@@ -1,13 +1,3 @@
 #!/bin/sh
 # Put the overlay onto a vLLM, or take it off: apply-patches.sh --help; docs/patches.md.
-set -eu
-# The Python whose vLLM --installed means; the tools themselves run in an environment of their own.
-if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
-    python=$VIRTUAL_ENV/bin/python
-elif ! python=$(command -v python3 || command -v python); then
-    echo "error: bootstrap-failed: there is no python3 on PATH; install Python 3.10 or newer." >&2
-    exit 1
-fi
-here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-export DSV4_OVERLAY_PYTHON="$python"
-exec "$python" -I -B "$here/bootstrap.py" apply "$@"
+exec "$(dirname -- "$0")/tools.sh" apply "$@"

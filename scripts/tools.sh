@@ -1,0 +1,13 @@
+#!/bin/sh
+# Run one of the tools (apply, export, check) in an environment of its own; called by the other scripts.
+set -eu
+# The Python whose vLLM --installed means; also makes the tools' environment.
+if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
+    python=$VIRTUAL_ENV/bin/python
+elif ! python=$(command -v python3 || command -v python); then
+    echo "error: bootstrap-failed: there is no python3 on PATH; install Python 3.10 or newer." >&2
+    exit 1
+fi
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+export DSV4_OVERLAY_PYTHON="$python"
+exec "$python" -I -B "$here/bootstrap.py" "$@"
