@@ -138,9 +138,16 @@ def test_head_counts_that_are_refused(heads):
 
 
 def test_provider_variable(monkeypatch):
+    from vllm.third_party.dsv4_kernels import native
+
+    monkeypatch.setattr(native, "misfit", lambda capability: None if capability == (9, 0) else "of the GPU")
     for name in ("", *PROVIDERS):
         monkeypatch.setenv("VLLM_DSV4_PROVIDER", name)
         verify(make())
+    monkeypatch.setattr(native, "misfit", lambda capability: "it is not built; build it")
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "sm90")
+    assert "VLLM_DSV4_PROVIDER=sm90 needs the native library" in (found := refusal(make()))
+    assert "it is not built; build it." in found
     monkeypatch.setenv("VLLM_DSV4_PROVIDER", "cutlass")
     assert "VLLM_DSV4_PROVIDER=cutlass is unknown; it may be " in refusal(make())
     stock = make("fp8", None)

@@ -71,7 +71,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         return
 
     # Not at the top: this module is imported for every model, also where there is no Triton.
-    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS
+    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, native
 
     logger.info_once(provenance())
     if backend is not _FULL_CACHE:
@@ -96,6 +96,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         )
     if provider() not in (None, *PROVIDERS):
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
+    if provider() == "sm90" and (problem := native.misfit(_SERVED_CAPABILITY)):
+        raise ValueError(f"{_PROVIDER_VARIABLE}=sm90 needs the native library ({native.LIBRARY}), but {problem}.")
     cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
     logger.info_once(
         "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",

@@ -37,27 +37,40 @@ def load() -> bool:
     if not LIBRARY.exists():
         logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)
         return False
-    try:
-        build = build_info(LIBRARY)
-        problem = refusal(
-            build,
-            torch_version=torch.__version__,
-            cuda_version=torch.version.cuda,
-            capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
-        )
-        if problem is None:
+    problem = misfit(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    if problem is None:
+        try:
             torch.ops.load_library(str(LIBRARY))
             if not _registered():
                 problem = f"it registers no operators; {_REBUILD}"
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        problem = f"it cannot be loaded ({error}); {_REBUILD}"
+        except (OSError, RuntimeError) as error:
+            problem = f"it cannot be loaded ({error}); {_REBUILD}"
     if problem is not None:
         logger.warning("%s is not used: %s. Triton serves.", LIBRARY, problem)
         return False
+    build = build_info(LIBRARY)
     logger.info(
         "Native kernels serve (%s, CUDA %s, sm %s).", LIBRARY, build["cuda"], build["archs"]
     )
     return True
+
+
+def misfit(capability: tuple[int, int] | None) -> str | None:
+    """Why the library cannot serve a GPU of this compute capability; None if it can.
+
+    Loads nothing and leaves CUDA alone, so that it can be asked before a server starts its workers.
+    """
+    if not LIBRARY.exists():
+        return "it is not built; run scripts/build-kernels.sh and apply the overlay again"
+    try:
+        return refusal(
+            build_info(LIBRARY),
+            torch_version=torch.__version__,
+            cuda_version=torch.version.cuda,
+            capability=capability,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        return f"it cannot be loaded ({error}); {_REBUILD}"
 
 
 def build_info(library: Path) -> dict:
