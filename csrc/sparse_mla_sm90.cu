@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Layout<FP8, MT, WARPS>::kThreads, Layout<FP8, 
         }
       }
 
-  // ---- rows on their way: a warp copies kKeys / 8 rows of a tile, a lane one chunk (two in BF16) of each.
+  // ---- rows on their way: a warp copies kKeys / kWarps rows of a tile, a lane one chunk (two in BF16) of each.
   constexpr int kRowsWarp = L::kKeys / kWarps;
   auto fetch_index = [&](int tile) -> int {
     const int key = tile * L::kKeys + warp * kRowsWarp + lane;

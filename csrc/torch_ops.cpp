@@ -97,6 +97,16 @@ class OnDevice {
   bool changed_ = false;
 };
 
+// Calls `launch` with the current stream of the GPU that q is on.
+template <typename Launch>
+void on_current_stream(const Tensor& q, const Launch& launch) {
+  require(q.is_cuda() && aoti_torch_get_current_cuda_stream, "q must be on a CUDA GPU.");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
+  OnDevice guard(q.get_device_index());
+  OnDevice::check(launch(static_cast<cudaStream_t>(stream)));
+}
+
 void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor& k_cache,
             const Tensor& slot_mapping, const Tensor& position_ids, const Tensor& cos_sin_cache, double eps,
             int64_t cache_block_size, const Tensor* fp8_scale = nullptr, const Tensor* q_fp8_scale_inv = nullptr) {
@@ -142,7 +152,6 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
             "q_fp8 must be ", shape(q), " float8_e4m3fn, got ", shape(q_out), ".");
   }
   if (num_tokens == 0) return;
-  require(q.is_cuda() && aoti_torch_get_current_cuda_stream, "q must be on a CUDA GPU.");
 
   dsv4::Insert call;
   call.q = q.data_ptr();
@@ -170,10 +179,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.num_heads = static_cast<uint32_t>(num_heads);
   call.num_slots = static_cast<uint32_t>(num_slots);
 
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
-  OnDevice guard(q.get_device_index());
-  OnDevice::check(dsv4::launch_insert(call, static_cast<cudaStream_t>(stream)));
+  on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_insert(call, stream); });
 }
 
 void full_cache_bf16_insert(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
@@ -240,10 +246,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   call.heads = static_cast<int32_t>(q.size(1));
   call.width = static_cast<int32_t>(indices.size(1));
 
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
-  OnDevice guard(q.get_device_index());
-  OnDevice::check(dsv4::launch_sparse_mla_sm90(call, static_cast<cudaStream_t>(stream)));
+  on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_sparse_mla_sm90(call, stream); });
 }
 
 }  // namespace

@@ -82,15 +82,21 @@ def examine(engine, tree, pristine, applied, tmp_path):
     return report["state"]
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
-@pytest.mark.parametrize("mode", ["apply", "revert"])
-def test_death_at_every_step(engine, tmp_path, mode, torn):
+def before_and_after(engine, tmp_path):
+    """A pristine tree and an applied one, each with its snapshot."""
     engine.root = small_repo(tmp_path)
     start = make_target(tmp_path / "start", "installed")
     pristine = snapshot(start)
     done = copy(start, tmp_path / "done")
     engine.ok(done)
     applied = snapshot(done)
+    return start, pristine, done, applied
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
+@pytest.mark.parametrize("mode", ["apply", "revert"])
+def test_death_at_every_step(engine, tmp_path, mode, torn):
+    start, pristine, done, applied = before_and_after(engine, tmp_path)
     seen = []
     step = 1
     while True:
@@ -109,12 +115,7 @@ def test_death_at_every_step(engine, tmp_path, mode, torn):
 
 @pytest.mark.parametrize("first", [30, 45, 60, 70])
 def test_death_at_every_step_of_the_recovery(engine, tmp_path, first):
-    engine.root = small_repo(tmp_path)
-    start = make_target(tmp_path / "start", "installed")
-    pristine = snapshot(start)
-    done = copy(start, tmp_path / "done")
-    engine.ok(done)
-    applied = snapshot(done)
+    start, pristine, _, applied = before_and_after(engine, tmp_path)
     assert dies_at(first, [start], engine.root)
     assert (start / transaction.STATE_DIR).exists()
     step = 1

@@ -122,7 +122,7 @@ def _index_table(
     ratio = layer.compress_ratio
     tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
     key = (id(swa_metadata), ratio)
-    if ratio != 4 and key in tables:
+    if key in tables:
         return tables[key]
     compressed = {}
     if compressed_metadata is not None:
@@ -159,12 +159,16 @@ def _longest(layer: torch.nn.Module, metadata: Any) -> int:
 def warm_up(worker: "Worker") -> None:
     """Compile every kernel of this backend before the first request, on batches that hold padding only."""
     context = worker.vllm_config.compilation_config.static_forward_context
-    layers = {layer.compress_ratio: layer for layer in context.values() if hasattr(layer, "kv_scale_value")}
-    wrappers = [layer for layer in context.values() if getattr(layer, "mla_attn", None) in layers.values()]
-    if not layers:
+    # The outer layers, one of each ratio; no other model's inner layer has a `kv_scale_value`.
+    wrappers = {
+        layer.compress_ratio: layer
+        for layer in context.values()
+        if hasattr(getattr(layer, "mla_attn", None), "kv_scale_value")
+    }
+    if not wrappers:
         return
     start = time.perf_counter()
-    for wrapper in wrappers:
+    for wrapper in wrappers.values():
         # One token is split over keys, a thousand are not.
         for tokens in (1, 1024):
             with set_forward_context(None, worker.vllm_config):

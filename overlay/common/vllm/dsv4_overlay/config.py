@@ -74,14 +74,13 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, native
 
     logger.info_once(provenance())
-    if backend is not _FULL_CACHE:
-        if is_full_cache(cache_dtype) and backend is not None:
-            raise ValueError(
-                f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
-                f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
-            )
-        if not is_full_cache(cache_dtype):
-            return  # stock vLLM, unchanged
+    if backend is not _FULL_CACHE and not is_full_cache(cache_dtype):
+        return  # stock vLLM, unchanged
+    if backend not in (None, _FULL_CACHE):
+        raise ValueError(
+            f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
+            f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
+        )
     if cache_dtype not in _ACCEPTED_DTYPES:
         raise ValueError(
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}, which "
