@@ -6,7 +6,8 @@
 Needs a Hopper GPU and a vLLM with the overlay applied (its wheel carries FlashMLA). FlashMLA runs at the 64 or
 128 heads it pads to, decode on its `fp8_ds_mla` cache, prefill on BF16 rows that were gathered beforehand (the
 gather is not counted). Times are medians of CUDA-graph replays; a replay makes CALLS calls, each with rows of
-its own drawn at random from pools larger than the L2 cache. The ceilings are measured in the same run.
+its own drawn at random from pools larger than the L2 cache. The ceilings are measured in the same run; the share of
+the roofline is the time that the bytes or the products need at them, whichever is longer, over the time taken.
 """
 
 from __future__ import annotations
@@ -92,13 +93,18 @@ def fp8_ds_mla_pool() -> torch.Tensor:
     return pool.view(PAGES, PAGE, 1, 584)
 
 
-def measure(providers: list[str], pools: dict[str, torch.Tensor], packed: torch.Tensor) -> list[dict]:
+def measure(
+    providers: list[str], pools: dict[str, torch.Tensor], packed: torch.Tensor, ceiling: dict[str, float]
+) -> list[dict]:
     results = []
 
     def report(phase: str, cache: str, inputs: Inputs, times: dict[str, float]) -> None:
         keys = inputs.tokens * inputs.width
         for name in providers:
             seconds = times[name] / 1e6
+            # Rows, queries and outputs pass through memory once; both products count for the real heads alone.
+            moved = keys * HEAD_DIM * CACHES[cache].itemsize + 2 * inputs.query.nbytes
+            floor = max(moved / ceiling["copy_tb_s"], 4 * keys * HEAD_DIM * inputs.heads / ceiling["bf16_product_tflop_s"])
             row = {
                 "phase": phase,
                 "cache": cache,
@@ -111,12 +117,13 @@ def measure(providers: list[str], pools: dict[str, torch.Tensor], packed: torch.
                 "speedup": round(times["flashmla"] / times[name], 3),
                 "tb_s": round(keys * HEAD_DIM * CACHES[cache].itemsize / seconds / 1e12, 3),
                 "tflop_s": round(4 * keys * HEAD_DIM * inputs.heads / seconds / 1e12, 1),
+                "roofline_share": round(floor / seconds / 1e12, 3),
             }
             results.append(row)
             print("{phase:8}{cache:6}{heads:6}{tokens:7}  {provider:10}{us:9.1f}{flashmla_us:11.1f}"
-                  "{speedup:9.2f}{tb_s:8.2f}{tflop_s:9.1f}".format(**row), flush=True)  # fmt: skip
+                  "{speedup:9.2f}{tb_s:8.2f}{tflop_s:9.1f}{roofline_share:10.2f}".format(**row), flush=True)  # fmt: skip
 
-    print("phase   cache  heads tokens  provider         us   FlashMLA  speedup    TB/s  TFLOP/s")
+    print("phase   cache  heads tokens  provider         us   FlashMLA  speedup    TB/s  TFLOP/s  roofline")
     for heads, top_k in TOP_K.items():
         for tokens in DECODE_TOKENS:
             stock = microseconds(Inputs(tokens, max(64, heads), top_k).flashmla_decode(packed), CALLS)
@@ -148,7 +155,7 @@ def main() -> int:
     pools = {name: base.to(dtype) for name, dtype in CACHES.items()}
     del base
     providers = [name for name in PROVIDERS if name != "reference"]
-    results = measure(providers, pools, fp8_ds_mla_pool())
+    results = measure(providers, pools, fp8_ds_mla_pool(), measured)
     report = {
         **provenance(),
         "method": {"calls_a_graph": CALLS, "replays": REPLAYS, "rows_a_pool": PAGES * PAGE},

@@ -33,7 +33,13 @@ struct SparseMla {
   bool q_is_fp8, rows_are_fp8;
 };
 
-// Limits: 1 to 128 heads, tokens below 2^24.
+// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the two below.
 cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
+
+// 16 heads a block; `paired` for blocks of half the size, two an SM; 1 to 8 blocks share a token's keys.
+cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, cudaStream_t stream);
+
+// 16, 32 or (E4M3 rows) 64 heads a block; one block an SM, or `split`: two blocks share a token's keys.
+cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream);
 
 }  // namespace dsv4

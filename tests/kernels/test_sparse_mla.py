@@ -5,8 +5,6 @@ Tolerance: the output is BF16, whose rounding alone is a relative error of up to
 the rounding plus room for the softmax weights, which a provider may round to 2^-12 (fp16).
 """
 
-import math
-
 import pytest
 import torch
 from dsv4_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
@@ -33,28 +31,25 @@ def fast_provider(request):
 
 
 def exact(query, swa, compressed, indices, topk_lens, visible, bmm1, bmm2, sinks):
-    """Float64, one token and head at a time. Pools are `[pages, page, 512]`."""
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    for token in range(query.shape[0]):
-        seen = int(visible[token])
+    """Float64, one token at a time. Pools are `[pages, page, 512]`."""
+    out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
+    for token, (seen, length) in enumerate(zip(visible.tolist(), topk_lens.tolist(), strict=True)):
         if seen <= 0:
             continue
-        rows = [row_of(swa, int(i)) for i in indices[token, : min(seen, 128)]]
-        rows += [row_of(compressed, int(i)) for i in indices[token, 128 : int(topk_lens[token])]]
-        keys = torch.stack(rows)
-        for head in range(query.shape[1]):
-            scores = bmm1 * (keys @ query[token, head].cpu().double())
-            sink = -math.inf if sinks is None else float(sinks[head])
-            largest = max(float(scores.max()), sink)
-            weights = torch.exp(scores - largest)
-            total = weights.sum() + math.exp(sink - largest)
-            out[token, head] = bmm2 * (weights @ keys) / total
-    return out
+        window, picked = indices[token, : min(seen, 128)], indices[token, 128:length]
+        keys = torch.cat([rows_of(swa, window[window >= 0]), rows_of(compressed, picked[picked >= 0])])
+        scores = bmm1 * (query[token].double() @ keys.T)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        if scores.shape[1]:
+            out[token] = bmm2 * scores.softmax(dim=1)[:, : len(keys)] @ keys
+    return out.cpu()
 
 
-def row_of(pool, flat):
+def rows_of(pool, flat):
     page = pool.shape[1]
-    return pool[flat // page, flat % page].cpu().double()
+    raw = pool.view(torch.uint8)[flat // page, flat % page]  # torch does not pick rows of E4M3
+    return raw.view(pool.dtype).double()
 
 
 def relative_error(out, expected):
@@ -135,6 +130,49 @@ class Case:
 @pytest.mark.parametrize("heads", [1, 3, 8, 16, 32, 64, 128])
 def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=3, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, seed=heads)
+    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+# Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
+# block, keys shared or not, blocks with one token and with several.
+BATCHES = [(5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (270, 20), (270, 16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_dtype, kv_dtype", [(BF16, BF16), (BF16, E4M3), (E4M3, E4M3)])
+@pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_batches(device, fast_provider, tokens, heads, q_dtype, kv_dtype):
+    case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=tokens)
+    case.visible[1], case.visible[-1] = 0, -3
+    assert relative_error(case.run(fast_provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("scale", [0.05, 2.0])
+@pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_flat_and_steep_softmax(device, fast_provider, tokens, heads, scale, kv_dtype):
+    """Scores that hardly differ, and scores hundreds apart, whose maximum rises again and again."""
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, scale=scale, seed=heads)
+    assert relative_error(case.run(fast_provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize(
+    "tokens, heads", [(7, 8), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
+)
+def test_missing_rows(device, provider, tokens, heads, kv_dtype):
+    """-1 where a row should be: single ones, whole tiles of keys, the whole window, everything."""
+    if provider == "reference" and tokens > 7:
+        pytest.skip("one shape is enough for the reference")
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=21)
+    case.visible[:5], case.topk_lens[:5] = 300, 640
+    case.indices = case.table(12 * 64, 12 * 64)
+    case.indices[0, [0, 8, 77, 639]] = -1
+    case.indices[1, :64] = -1
+    case.indices[2, :128] = -1
+    case.indices[3, :] = -1
+    case.indices[4, 256:512] = -1
     assert relative_error(case.run(provider), case.expected()) < TOLERANCE
 
 
@@ -249,24 +287,29 @@ def test_window_only_layer(device, provider):
     assert relative_error(out[:, 0], case.expected()) < TOLERANCE
 
 
-@pytest.mark.parametrize("tokens", [3, pytest.param(70, marks=pytest.mark.gpu)])
-def test_same_bits_every_time(device, fast_provider, tokens):
+@pytest.mark.parametrize(
+    "tokens, heads", [(3, 16), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
+)
+def test_same_bits_every_time(device, fast_provider, tokens, heads):
     """Few tokens share keys between thread blocks, many do not."""
-    case = Case(device, tokens=tokens, heads=16, width=128 + 256, seed=13)
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, width=128 + 256, seed=13)
     first = case.run(fast_provider).clone()
     differs = torch.zeros((), dtype=torch.bool, device=device)
-    for _ in range(10_000 if device.type == "cuda" and tokens == 3 else 3):
+    many = device.type == "cuda" and (tokens, heads) in [(3, 16), (16, 64), (140, 64)]
+    for _ in range(10_000 if many else 3):
         differs |= (case.run(fast_provider) != first).any()
     assert not differs
 
 
-def test_no_more_error_than_triton(device):
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_no_more_error_than_triton(device, tokens, heads, kv_dtype):
     skip_unless_served("sm90")
-    for kv_dtype in (BF16, E4M3):
-        case = Case(device, tokens=40, heads=48, kv_dtype=kv_dtype, width=640, seed=17)
-        expected = case.expected()
-        triton, native = (relative_error(case.run(name), expected) for name in ("triton", "sm90"))
-        assert native <= 1.2 * triton
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=17)
+    expected = case.expected()
+    triton, native = (relative_error(case.run(name), expected) for name in ("triton", "sm90"))
+    assert native <= 1.2 * triton
 
 
 def test_no_tokens(device, provider):
@@ -332,11 +375,11 @@ def test_pool_of_more_than_2_31_elements(device, provider, kv_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-@pytest.mark.parametrize("tokens", [8, 150])
-def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, tokens):
-    case = Case(device, tokens=tokens, heads=16, kv_dtype=kv_dtype, width=640, seed=15)
+@pytest.mark.parametrize("tokens, heads", [(8, 16), (16, 64), (150, 16), (150, 64)])
+def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, tokens, heads):
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=15)
     lens, visible = case.topk_lens.to(device), case.visible.to(device)
-    out = torch.empty(tokens, 1, 16, 512, dtype=BF16, device=device)
+    out = torch.empty(tokens, 1, heads, 512, dtype=BF16, device=device)
 
     def step():
         sparse_mla(
@@ -349,7 +392,7 @@ def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, toke
     with torch.cuda.graph(graph):
         step()
     for seed in range(3):
-        other = Case(device, tokens=tokens, heads=16, kv_dtype=kv_dtype, width=640, seed=100 + seed)
+        other = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=100 + seed)
         for mine, new in [(case.swa, other.swa), (case.compressed, other.compressed),
                           (case.query, other.query), (case.indices, other.indices), (lens, other.topk_lens),
                           (visible, other.visible), (case.sinks, other.sinks)]:  # fmt: skip

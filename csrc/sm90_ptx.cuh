@@ -1,0 +1,87 @@
+// What the Hopper attention kernels share: instructions by name.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "sparse_mla_sm90.h"
+
+namespace dsv4 {
+
+// Whether this pass compiles for Hopper, whose instructions the kernels use. For other GPUs they stay empty.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
+constexpr int kDim = 512;
+constexpr int kWindow = 128;
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// Zero-fills where `bytes` is 0, so that stale rows never reach a product.
+__device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// Where a row of a pool is, by its index.
+__device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {
+  const unsigned page = pool.page, row = index;
+  return static_cast<const uint8_t*>(pool.rows) + row / page * pool.page_stride + row % page * pool.row_stride;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// E4M3 in either half of a word, two values, to fp16 (exact).
+__device__ __forceinline__ uint32_t e4m3_low(uint32_t v) {
+  uint32_t r;
+  asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(v));
+  return r;
+}
+__device__ __forceinline__ uint32_t e4m3_high(uint32_t v) {
+  uint32_t r;
+  asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(r) : "r"(v));
+  return r;
+}
+// The same from fp16 to BF16: exact too for what was E4M3.
+__device__ __forceinline__ uint32_t half_to_bf16(uint32_t v) {
+  const __nv_bfloat162 r = __float22bfloat162_rn(__half22float2(reinterpret_cast<const __half2&>(v)));
+  return reinterpret_cast<const uint32_t&>(r);
+}
+__device__ __forceinline__ uint32_t pack_half(float x, float y) {
+  const __half2 r = __floats2half2_rn(x, y);
+  return reinterpret_cast<const uint32_t&>(r);
+}
+__device__ __forceinline__ uint32_t pack_bf16(float x, float y) {
+  const __nv_bfloat162 r = __floats2bfloat162_rn(x, y);
+  return reinterpret_cast<const uint32_t&>(r);
+}
+__device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
+}
+// What BF16 leaves of two values.
+__device__ __forceinline__ uint32_t rest_bf16(float x, float y, uint32_t packed) {
+  const float2 back = unpack_bf16(packed);
+  return pack_bf16(x - back.x, y - back.y);
+}
+
+template <int N>
+__device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from) {
+  if constexpr (N == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  } else {
+    static_assert(N == 2, "");
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    w[0] = v.x, w[1] = v.y;
+  }
+}
+
+}  // namespace dsv4

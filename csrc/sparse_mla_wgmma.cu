@@ -1,0 +1,825 @@
+// Sparse MLA over full-width rows for Hopper: docs/sm90-sparse-mla.md.
+//
+// A block takes 16, 32 or 64 heads of one token after another. Four warps fetch rows into a ring of tiles of 64 keys.
+// Two warpgroups consume them by wgmma with rows on M and heads on N, so that few heads do not pay for 64: scores are
+// S^T = K Q^T, outputs O^T = V^T P^T. The warpgroups take turns in computing the scores and weights of a tile, and
+// share the dimensions of the output. E4M3 rows are widened to fp16 in registers on their way into either product, and
+// V^T is made there by byte permutation of two rows: neither a widened nor a transposed row is ever stored.
+// Few tokens: two blocks that share a token's keys form a cluster and merge through each other's shared memory.
+
+#include <cooperative_groups.h>
+
+#include "sm90_ptx.cuh"
+
+namespace cg = cooperative_groups;
+
+namespace dsv4 {
+namespace wgmma {
+
+constexpr int kTile = 64;  // keys
+constexpr int kConsumers = 256;
+constexpr int kThreads = kConsumers + 128;
+constexpr int kWeightBuffers = 3;
+constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
+// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin. It is raised only
+// when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as well as the weight itself, so that
+// outputs are hardly ever rescaled.
+inline constexpr float kMargin = 4.f, kSlack = 15.f;
+inline constexpr int kRaised = 1, kStarted = 2;  // state after a tile: the maximum was raised; there is a maximum
+inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
+
+struct Params : SparseMla {
+  int head_blocks, splits, items;
+};
+
+// ---------------------------------------------------------------- PTX
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Named barrier of `threads` threads: 0 is __syncthreads.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ bool sync_any(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+      : "=r"(any) : "r"(static_cast<uint32_t>(mine)), "r"(id), "r"(threads) : "memory");
+  return any;
+}
+// Orders this thread's stores to shared memory before later reads by wgmma.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// This thread arrives when the copies it has begun are there.
+__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void stmatrix_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b),
+               "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+// Keeps the compiler from using these registers' values further up.
+template <int I, int J>
+__device__ __forceinline__ void hold(uint32_t (&r)[I][J]) {
+#pragma unroll
+  for (int i = 0; i < I; ++i)
+#pragma unroll
+    for (int j = 0; j < J; ++j) asm volatile("" : "+r"(r[i][j])::"memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
+#define DSV4_F16(d, i) DSV4_F8(d, i), DSV4_F8(d, i + 8)
+#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
+#define DSV4_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define DSV4_D16 DSV4_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define DSV4_D32 DSV4_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DSV4_WGMMA(n, type, registers, outputs, a0, a1, a2, a3, b, add)                                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                                  \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" a0 "," a1 \
+               "," a2 "," a3 "}, " b ", p, 1, 1, 0;}"                                                         \
+               : outputs                                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "n"(ADD))
+
+// d (64 x N, fp32) = a (64 x 16, in registers) times b (16 x N, in shared memory), plus d if ADD.
+template <bool HALF, bool ADD>
+__device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b_descriptor) {
+  if constexpr (HALF)
+    DSV4_WGMMA(16, "f16", DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+  else
+    DSV4_WGMMA(16, "bf16", DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+}
+template <bool HALF, bool ADD>
+__device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b_descriptor) {
+  if constexpr (HALF)
+    DSV4_WGMMA(32, "f16", DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+  else
+    DSV4_WGMMA(32, "bf16", DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+}
+template <bool HALF, bool ADD>
+__device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b_descriptor) {
+  if constexpr (HALF)
+    DSV4_WGMMA(64, "f16", DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
+  else
+    DSV4_WGMMA(64, "bf16", DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
+}
+
+#define DSV4_WGMMA_SHARED(n, registers, outputs, a, b, add)                                                \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                               \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b        \
+               ", p, 1, 1, 0, 0;}"                                                                         \
+               : outputs                                                                                   \
+               : "l"(a_descriptor), "l"(b_descriptor), "n"(ADD))
+
+// The same with a (64 x 16) in shared memory too, both BF16.
+template <bool ADD>
+__device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor) {
+  DSV4_WGMMA_SHARED(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10");
+}
+template <bool ADD>
+__device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
+  DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18");
+}
+
+// An operand in shared memory: rows of 128 bytes, chunk c of row r at c ^ (r % 8); 8 rows after `group` bytes.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, int group = 1024) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | static_cast<uint64_t>(group >> 4) << 32 |
+         uint64_t{1} << 62;
+}
+__device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row & 7) << 4); }
+
+// ---------------------------------------------------------------- layout
+
+template <bool FP8, int N>
+struct Layout {
+  static constexpr int kRowBytes = FP8 ? 512 : 1024;
+  // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next.
+  static constexpr int kGroupBytes = 8 * kRowBytes;
+  static constexpr int kHalfBytes = 4 * kGroupBytes;
+  static constexpr int kHalves = FP8 ? (N == 64 ? 8 : N == 32 ? 10 : 12) : (N == 32 ? 4 : 6);  // of tiles, in the ring
+  static constexpr bool kFull = N == 64;  // consumers need every register
+  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
+  static constexpr int kTermBytes = N * kTile * 2;
+  static constexpr int kQ = 0;
+  static constexpr int kWeights = kQ + N * kDim * 2;
+  static constexpr int kRing = kWeights + kWeightBuffers * kTerms * kTermBytes;
+  // Of items, even and odd: scale and maximum of every head, largest score or sum of every warp.
+  static constexpr int kScale = kRing + kHalves * kHalfBytes;               // [2][N]
+  static constexpr int kSink = kScale + 2 * N * 4;                          // [2][N]
+  static constexpr int kMaximum = kSink + 2 * N * 4;                        // [2][N]
+  static constexpr int kReduce = kMaximum + 2 * N * 4;                      // [2][8 warps][N]
+  static constexpr int kCorrection = kReduce + 2 * 8 * N * 4;               // [buffers][N]
+  static constexpr int kFactor = kCorrection + kWeightBuffers * N * 4;      // [groups][N]
+  static constexpr int kState = kFactor + 2 * N * 4;                       // [buffers]
+  static constexpr int kThere = kState + 16;                               // [halves][4]: a bit for every row
+  static constexpr int kBarriers = kThere + (kHalves + 1) / 2 * 8;
+  static constexpr int kTotal = kBarriers + (2 * kHalves + kWeightBuffers + 3) * 8;
+  static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
+  static_assert(N * kDim * 4 <= kHalves * kHalfBytes, "partial output must fit the ring");
+};
+
+// What a block works on: some heads of a token and a share of its keys.
+struct Lengths {
+  int visible, topk;
+
+  __device__ __forceinline__ Lengths(const Params& p, int i) {
+    const int token = min(i, p.items - 1) / (p.splits * p.head_blocks);
+    visible = p.visible[token], topk = p.topk_lens[token];
+  }
+};
+struct Item {
+  int64_t token;
+  int head0, window, first, keys, tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int i, int heads, const Lengths& lengths) {
+    token = i / (p.splits * p.head_blocks);
+    head0 = i / p.splits % p.head_blocks * heads;
+    window = max(0, min(lengths.visible, kWindow));
+    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
+    const int all = window + picked;
+    const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
+    first = min(i % p.splits * share, all);
+    keys = min(share, all - first);
+    tiles = (keys + kTile - 1) / kTile;
+  }
+};
+
+template <bool FP8, int N>
+struct Block {
+  using L = Layout<FP8, N>;
+  const Params& p;
+  uint8_t* const smem;
+  const uint32_t base;
+  const int warp, lane;
+
+  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t full(int half) const { return barrier(half); }
+  __device__ __forceinline__ uint32_t empty(int half) const { return barrier(L::kHalves + half); }
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kHalves + buffer); }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(2 * L::kHalves + kWeightBuffers); }
+  __device__ __forceinline__ uint32_t q_empty() const { return barrier(2 * L::kHalves + kWeightBuffers + 1); }
+  __device__ __forceinline__ uint32_t summed() const { return barrier(2 * L::kHalves + kWeightBuffers + 2); }
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), 8);
+    for (int i = 0; i < kWeightBuffers; ++i) barrier_init(ready(i), 4);
+    barrier_init(q_full(), 4), barrier_init(q_empty(), 8), barrier_init(summed(), 8);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // ---------------------------------------------------------------- four warps: rows on their way
+  // A warp copies 8 rows of every half tile; its lanes look up those of four, ahead of time.
+  __device__ __forceinline__ void produce() const {
+    const int row0 = warp % 4 * 8, my_key = lane / 8 * 32 + row0 + lane % 8;
+    uint32_t count = 0, items = 0;
+    int i = blockIdx.x;
+    Item item(p, i, N, Lengths(p, i));
+    const auto look_up = [&](int key0) {
+      const int key = key0 + my_key, column = item.first + key;
+      return key < item.keys ? p.indices[item.token * p.indices_stride + (column < item.window ? column : kWindow + column - item.window)] : -1;
+    };
+    int next = look_up(0);
+    for (; i < p.items; ++items) {
+      i += gridDim.x;
+      const Lengths lengths(p, i);
+      const Item now = item;
+      for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
+        const int index = next;
+        const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
+        if (index >= 0) from = row_of(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
+        const unsigned there = __ballot_sync(~0u, index >= 0);
+        if (key0 + 128 < now.tiles * kTile) next = look_up(key0 + 128);
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          if (key0 + h * 32 >= now.tiles * kTile) break;
+          const uint32_t half = count % L::kHalves;
+          barrier_wait(empty(half), count / L::kHalves & 1 ^ 1);
+          const uint32_t to = base + L::kRing + half * L::kHalfBytes + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
+#pragma unroll
+          for (int r = 0; r < 8; ++r) {
+            const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * 8 + r) + lane * 16;
+            const int bytes = there >> (h * 8 + r) & 1 ? 16 : 0;
+#pragma unroll
+            for (int c = 0; c < L::kRowBytes / 512; ++c)
+              copy16(to + swizzled(r, lane % 8) + c * 4096, reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
+          }
+          copies_arrive(full(half));
+          if (lane == 0) {
+            smem[L::kThere + half * 4 + warp % 4] = there >> (h * 8);
+            barrier_arrive(full(half));
+          }
+          ++count;
+        }
+      }
+      if (i < p.items) item = Item(p, i, N, lengths), next = look_up(0), prefetch_q(item);
+    }
+  }
+
+  // Into the L2 cache, for the warpgroup that will load it.
+  __device__ __forceinline__ void prefetch_q(const Item& item) const {
+    const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
+    for (int i = threadIdx.x % 128; i < N * lines; i += 128) {
+      const int head = item.head0 + i / lines;
+      const int64_t at = (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
+      if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
+    }
+  }
+
+  // ---------------------------------------------------------------- q into shared memory, as B operand
+  // WARPS warps share the heads. `wait` is called between loads and stores.
+  template <int WARPS, typename Wait>
+  __device__ __forceinline__ void load_q(const Item& item, int odd, const Wait& wait) const {
+    uint4 raw[N / WARPS][2];
+#pragma unroll
+    for (int i = 0; i < N / WARPS; ++i) {
+      const int head = item.head0 + i * WARPS + warp % WARPS;
+      const int64_t at = item.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
+      if (head >= p.heads) {
+        raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
+      } else if (p.q_is_fp8) {
+        raw[i][0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + at);
+      } else {
+        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
+        raw[i][0] = from[0], raw[i][1] = from[1];
+      }
+    }
+    uint32_t largest[N / WARPS];
+    if (p.q_is_fp8)
+#pragma unroll
+      for (int i = 0; i < N / WARPS; ++i) to_bf16(raw[i]);
+#pragma unroll
+    for (int i = 0; i < N / WARPS; ++i) largest[i] = largest_of(raw[i]);
+#pragma unroll
+    for (int i = 0; i < N / WARPS; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
+    wait();
+#pragma unroll
+    for (int i = 0; i < N / WARPS; ++i) put_q(raw[i], largest[i], i * WARPS + warp % WARPS, odd);
+    const int row = threadIdx.x % (WARPS * 32);
+    if (row < N)
+      floats(L::kSink)[odd * N + row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
+    fence_async();
+  }
+
+  // The 16 values of a lane as BF16, where they are not already.
+  __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) const {
+    uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
+#pragma unroll
+    for (int k = 3; k >= 0; --k) {
+      const uint32_t x = w[k];
+      w[2 * k] = half_to_bf16(e4m3_low(x)), w[2 * k + 1] = half_to_bf16(e4m3_high(x));
+    }
+    raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  }
+  // Exponent of the largest of 512 values, one above what the bits of BF16 say, of which each lane has 16.
+  __device__ __forceinline__ static uint32_t largest_of(const uint4 (&raw)[2]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(raw[h].x & 0x7FFF7FFF, raw[h].y & 0x7FFF7FFF),
+                                           __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
+    return max(largest & 0xFFFF, largest >> 16);
+  }
+  // Puts a row, with a lane's 16 values, where wgmma wants it.
+  __device__ __forceinline__ void put_q(uint4 (&raw)[2], uint32_t largest, int row, int odd) const {
+    float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    if constexpr (FP8) {
+      // fp16 holds q / 2^e whatever q is; 2^e, from the largest value of the row, goes back in with the scale.
+      const uint32_t power = largest << 16 & 0x7F800000;
+      const float inverse = __int_as_float(0x7F000000 - power);
+      scale *= __int_as_float(power);
+      const uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+      uint32_t half[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const float2 x = unpack_bf16(w[k]);
+        half[k] = pack_half(x.x * inverse, x.y * inverse);
+      }
+      // Of 16 E4M3 dimensions in a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8
+      // and 2t + 9 of its A fragment, so q is put in that order.
+      raw[0] = make_uint4(half[0], half[2], half[4], half[6]), raw[1] = make_uint4(half[1], half[3], half[5], half[7]);
+    }
+    if (lane == 0) floats(L::kScale)[odd * N + row] = scale;
+    uint8_t* const to = smem + L::kQ + lane / 4 * N * 128;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
+      *reinterpret_cast<uint4*>(to + swizzled(row, lane % 4 * 2 + h)) = h ? raw[1] : raw[0];
+    }
+  }
+
+  // ---------------------------------------------------------------- scores of 64 keys, S^T = K Q^T
+  __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t tile) const {
+    const uint64_t q = descriptor(base + L::kQ);
+    if constexpr (!FP8) {
+      const uint64_t rows = descriptor(base + L::kRing + 2 * tile % L::kHalves * L::kHalfBytes, L::kGroupBytes);
+      fence_async();  // the rows came by copies that wgmma does not see by itself
+      products_begin();
+#pragma unroll
+      for (int step = 0; step < 32; ++step) {
+        const uint64_t a = rows + ((step / 4 * 1024 + step % 4 * 32) >> 4), b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
+        if (step == 0)
+          product<false>(s, a, b);
+        else
+          product<true>(s, a, b);
+      }
+      products_commit();
+      products_wait<0>();
+      return;
+    }
+    const uint32_t half = (2 * tile + (warp % 4 >> 1)) % L::kHalves;
+    // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
+    const uint32_t rows = base + L::kRing + half * L::kHalfBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+    // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
+    // they take are done.
+    constexpr int kSteps = N < 64 ? 4 : 2, kBuffers = 3;  // of 16 dimensions, in a batch
+    constexpr int kChains = N < 64 ? 2 : 1;  // of products, where they are so short that the next would wait
+    float second[N / 2];
+    uint32_t a[kBuffers][kSteps][4], raw[kSteps / 2][4];
+    const auto read = [&](int batch) {
+#pragma unroll
+      for (int i = 0; i < kSteps / 2; ++i) {
+        const int chunk = (batch * kSteps / 2 + i) * 2;
+        ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
+      }
+    };
+    const auto widen = [&](uint32_t (&to)[kSteps][4]) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
+        to[i][0] = e4m3_low(x), to[i][1] = e4m3_low(y), to[i][2] = e4m3_high(x), to[i][3] = e4m3_high(y);
+      }
+    };
+    read(0);
+    widen(a[0]);
+#pragma unroll
+    for (int batch = 0; batch < 32 / kSteps; ++batch) {
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = batch * kSteps + i;
+        const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
+        float(&to)[N / 2] = kChains == 2 && i % 2 == 1 ? second : s;
+        if (step < kChains)
+          product<true, false>(to, a[batch % kBuffers][i], b);
+        else
+          product<true, true>(to, a[batch % kBuffers][i], b);
+      }
+      products_commit();
+      if (batch < 32 / kSteps - 1) {
+        read(batch + 1);
+        products_wait<kBuffers - 1>();
+        if constexpr (N < 64) hold(raw);
+        widen(a[(batch + 1) % kBuffers]);
+      }
+    }
+    products_wait<0>();
+    if constexpr (kChains == 2)
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) s[i] += second[i];
+  }
+
+  // ---------------------------------------------------------------- weights of 64 keys, into shared memory
+  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool is_first, int odd) const {
+    const int g = lane / 4, t = lane % 4, group = warp / 4, group_warp = warp % 4;
+    const int buffer = tile % kWeightBuffers, before = (tile + kWeightBuffers - 1) % kWeightBuffers;
+    // Also the other warpgroup's word that it is past the tiles whose weights will be overwritten.
+    if (tile > 0) barrier_wait(ready(before), (tile - 1) / kWeightBuffers & 1);
+    const int state = is_first ? 0 : states()[before];
+    const bool started = state & kStarted;  // there is a maximum
+    const uint32_t half = 2 * tile % L::kHalves;
+    const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + half * 4);
+    const bool any = there.x | there.y, reference = there.x & 0x0101;
+    const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
+    float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum) + odd * N) + t;
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
+      s[n * 4] = fmaf(s[n * 4], x.x, -m.x), s[n * 4 + 1] = fmaf(s[n * 4 + 1], x.y, -m.y);
+      s[n * 4 + 2] = fmaf(s[n * 4 + 2], x.x, -m.x), s[n * 4 + 3] = fmaf(s[n * 4 + 3], x.y, -m.y);
+    }
+    const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
+    if (mine != 0xFFFF) {
+      const bool low = mine >> g & 1, high = mine >> (8 + g) & 1;
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        if (!(i & 2 ? high : low)) s[i] = -INFINITY;
+    }
+    if (!started && reference) {
+      // What the first two scores suggest; a real maximum is searched for when a score is far above it.
+      if (group_warp == 0 && g == 0)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+          maximum[n * 4] = make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
+      sync_threads(1 + group, 128);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 m = maximum[n * 4];
+        s[n * 4] -= m.x, s[n * 4 + 1] -= m.y, s[n * 4 + 2] -= m.x, s[n * 4 + 3] -= m.y;
+      }
+    }
+    float excess = started || reference ? -INFINITY : INFINITY;
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
+    if (state & kRaised) correct_sums(sum, before);
+    const bool raised = any && sync_any(1 + group, 128, excess > kSlack);
+    if (threadIdx.x % 128 == 0) states()[buffer] = (raised && started ? kRaised : 0) | (started || any ? kStarted : 0);
+    if (raised) {
+      float* const reduce = floats(L::kReduce) + (odd * 8 + group * 4) * N;
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float largest = fmaxf(s[n * 4 + e], s[n * 4 + 2 + e]);
+#pragma unroll
+          for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+          if (g == 0) reduce[group_warp * N + n * 8 + t * 2 + e] = largest;
+        }
+      sync_threads(1 + group, 128);
+      const int head = threadIdx.x % 128;
+      if (head < N) {
+        const float largest = fmaxf(fmaxf(reduce[head], reduce[N + head]), fmaxf(reduce[2 * N + head], reduce[3 * N + head]));
+        float* const to = floats(L::kMaximum) + odd * N + head;
+        const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
+        *to = now;
+        reduce[head] = now - old;
+        floats(L::kCorrection)[buffer * N + head] = exp2_fast(old - now);
+      }
+      sync_threads(1 + group, 128);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 x = reinterpret_cast<const float2*>(reduce)[n * 4 + t];
+        s[n * 4] -= x.x, s[n * 4 + 1] -= x.y, s[n * 4 + 2] -= x.x, s[n * 4 + 3] -= x.y;
+      }
+      if (started) correct_sums(sum, buffer);
+    }
+
+    const uint32_t to = base + L::kWeights + buffer * L::kTerms * L::kTermBytes;
+    const int row = (lane >> 4) * 8 + (lane & 7), chunk = group_warp * 2 + (lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < N / 8; n += 2) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = exp2_fast(s[n * 4 + 2 * i]), y = exp2_fast(s[n * 4 + 2 * i + 1]); sum[n*2+i/2*2] += x, sum[n*2+i/2*2+1] += y;
+        if constexpr (FP8) {
+          high[i] = pack_half(x, y);
+        } else {
+          high[i] = pack_bf16(x, y), low[i] = rest_bf16(x, y, high[i]);
+        }
+      }
+      const uint32_t at = to + swizzled(n * 8 + row, chunk);
+      stmatrix_transposed(at, high[0], high[1], high[2], high[3]);
+      if constexpr (!FP8) stmatrix_transposed(at + L::kTermBytes, low[0], low[1], low[2], low[3]);
+    }
+    fence_async();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ready(buffer));
+  }
+
+  __device__ __forceinline__ void correct_sums(float (&sum)[N / 4], int buffer) const {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + lane % 4];
+      sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
+    }
+  }
+
+  // First of the 8 dimensions of this thread: rows g and g + 8 of its warp's part of four M = 64 blocks.
+  __device__ __forceinline__ int dim0() const { return warp * 64 + lane / 4 * 8; }
+
+  // ---------------------------------------------------------------- outputs, O^T += V^T P^T
+  __device__ __forceinline__ void outputs(float (&acc)[4][N / 2], uint32_t tile) const {
+    const int t = lane % 4, buffer = tile % kWeightBuffers;
+    barrier_wait(ready(buffer), tile / kWeightBuffers & 1);
+    if (states()[buffer] & kRaised) {
+      products_wait<0>();
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n) {
+        const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) acc[m][n * 4 + 2 * h] *= x.x, acc[m][n * 4 + 2 * h + 1] *= x.y;
+      }
+    }
+    const uint64_t b = descriptor(base + L::kWeights + buffer * L::kTerms * L::kTermBytes);
+    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9; a batch lies in one half tile.
+    constexpr int kSteps = 1;
+    const int block = FP8 ? warp / 2 : warp, chunk = FP8 ? warp % 2 * 4 + lane / 8 : lane / 4;
+    const int even_row = block * 1024 + swizzled(2 * t, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
+    const int odd_row = block * 1024 + swizzled(2 * t + 1, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
+    uint32_t a[2][kSteps][4][4], raw[kSteps][4][FP8 ? 2 : 4];
+    const auto read = [&](int batch) {
+      const uint32_t count = 2 * tile + batch * kSteps / 2, half = count % L::kHalves;
+      if (batch * kSteps % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
+      const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + batch * kSteps % 2 * 2 * L::kGroupBytes;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) read_words(raw[i][k], rows + (i * 2 + k / 2) * L::kGroupBytes + (k % 2 ? odd_row : even_row));
+    };
+    const auto widen = [&](uint32_t (&to)[kSteps][4][4]) {  // two keys of one dimension to a register
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const uint32_t x = raw[i][2 * k][FP8 ? m / 2 : m], y = raw[i][2 * k + 1][FP8 ? m / 2 : m];
+            if constexpr (FP8) {
+              const uint32_t pairs = __byte_perm(x, y, m % 2 ? 0x7362 : 0x5140);
+              to[i][m][2 * k] = e4m3_low(pairs), to[i][m][2 * k + 1] = e4m3_high(pairs);
+            } else {
+              to[i][m][2 * k] = __byte_perm(x, y, 0x5410), to[i][m][2 * k + 1] = __byte_perm(x, y, 0x7632);
+            }
+          }
+    };
+    read(0);
+    products_wait<1>();
+    widen(a[0]);
+#pragma unroll
+    for (int batch = 0; batch < 4 / kSteps; ++batch) {
+      if ((batch + 1) * kSteps % 2 == 0) {  // every lane has what it needs of the half tile
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty((2 * tile + batch * kSteps / 2) % L::kHalves));
+      }
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int term = 0; term < L::kTerms; ++term)
+#pragma unroll
+          for (int m = 0; m < 4; ++m)
+            product<FP8, true>(acc[m], a[batch & 1][i][m], b + ((term * L::kTermBytes + (batch * kSteps + i) * 32) >> 4));
+      products_commit();
+      if (batch < 4 / kSteps - 1) {
+        read(batch + 1);
+        products_wait<1>();
+        widen(a[batch & 1 ^ 1]);
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------- two warpgroups
+  __device__ __forceinline__ void consume() const {
+    const int group = warp / 4, g = lane / 4, t = lane % 4;
+    const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+    uint32_t tile0 = 0, items = 0;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x, ++items) {
+      const Item item(p, i, N, Lengths(p, i));
+      const int odd = items & 1;
+      if (items == 0) {
+        load_q<8>(item, odd, [] {});
+        sync_threads(3, kConsumers);
+      } else {
+        // By the warpgroup whose tile is first, while the other one may still be at the end of the last item.
+        if ((tile0 & 1) == group) {
+          load_q<4>(item, odd, [&] { barrier_wait(q_empty(), odd ^ 1); });
+          __syncwarp();
+          if (lane == 0) barrier_arrive(q_full());
+        }
+        barrier_wait(q_full(), odd ^ 1);
+      }
+
+      // Every second tile is this warpgroup's; it adds all tiles to its dimensions, in their order.
+      float acc[4][N / 2] = {}, sum[N / 4] = {};
+      int done = 0;
+      for (int own = tile0 + group & 1; own < item.tiles; own += 2) {
+        const uint32_t tile = tile0 + own;
+        float s[N / 2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kHalves), (2 * tile + h) / L::kHalves & 1);
+        scores(s, tile);
+        if (own + 2 >= item.tiles && lane == 0) barrier_arrive(q_empty());
+        weights(s, sum, tile, own == 0, odd);
+        if (own + 2 < item.tiles)
+          for (; done <= own; ++done) outputs(acc, tile0 + done);
+      }
+      if ((tile0 + group & 1) >= item.tiles && lane == 0) barrier_arrive(q_empty());
+      // Sums over the keys: the lanes of a column; the warps when both warpgroups are past their last scores.
+      float* const sums = floats(L::kReduce) + odd * 8 * N;
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+      }
+      sync_threads(1 + group, 128);  // nobody reads differences of maxima, which are at the same place, any more
+      if (g == 0)
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n) sums[warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
+      __syncwarp();
+      if (lane == 0) barrier_arrive(summed());
+      for (; done < item.tiles; ++done) outputs(acc, tile0 + done);
+      barrier_wait(summed(), odd);
+
+      float* const factors = floats(L::kFactor) + group * N;
+      const int head = threadIdx.x % 128;
+      if (head < N) {
+        // A maximum that the last tile raised is news to the sums of the warpgroup that had no part in it.
+        const int last = (tile0 + item.tiles + kWeightBuffers - 1) % kWeightBuffers, last_group = tile0 + item.tiles + 1 & 1;
+        const int state = item.tiles ? states()[last] : 0;
+        float total = 0.f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float part = 0.f;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) part += sums[(h * 4 + w) * N + head];
+          total += state & kRaised && h != last_group ? part * floats(L::kCorrection)[last * N + head] : part;
+        }
+        const float largest = state & kStarted ? floats(L::kMaximum)[odd * N + head] : kNoMaximum;
+        if (p.splits > 1) {
+          factors[head] = group ? total : largest;  // [2][N], for merge()
+        } else {
+          const float sink = floats(L::kSink)[odd * N + head];
+          const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
+          total = total * mine + exp2_fast(sink - shift);
+          factors[head] = total > 0.f ? bmm2 * mine / total : 0.f;
+        }
+      }
+      tile0 += item.tiles;
+      products_wait<0>();
+      if (p.splits > 1) {
+        sync_threads(3, kConsumers);  // the ring is read no more
+        float* const partial = floats(L::kRing);  // [N][512]
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n) {
+          const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
+          float4* const to = reinterpret_cast<float4*>(partial + row * kDim + dim0());
+          to[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
+          to[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
+        }
+        return;
+      }
+      sync_threads(1 + group, 128);
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+        const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
+        const float factor = factors[row];
+        uint32_t packed[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
+        if (item.head0 + row < p.heads)
+          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + item.token * p.out_token_stride + (item.head0 + row) * p.out_head_stride + dim0()) =
+              make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------- splits are the blocks of a cluster
+  // Each adds up its share of the output from everybody's shared memory, in the order of the ranks.
+  __device__ __forceinline__ void merge() const {
+    cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
+    const int64_t token = blockIdx.x / (p.splits * p.head_blocks);
+    const int head0 = blockIdx.x / p.splits % p.head_blocks * N;
+    const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+    const int rows = min(N, p.heads - head0);
+    for (int i = blockIdx.x % p.splits * kConsumers + threadIdx.x; i < rows * (kDim / 4); i += p.splits * kConsumers) {
+      const int row = i / (kDim / 4), head = head0 + row;
+      const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
+      float largest[kSplits], sum[kSplits], shift = fmaxf(sink, kNoMaximum);
+      float4 value[kSplits];
+#pragma unroll
+      for (int r = 0; r < kSplits; ++r) {
+        const float* const stat = cluster.map_shared_rank(floats(L::kFactor), r);
+        largest[r] = stat[row], sum[r] = stat[N + row];
+        value[r] = reinterpret_cast<const float4*>(cluster.map_shared_rank(floats(L::kRing), r))[i];
+        shift = fmaxf(shift, largest[r]);
+      }
+      float total = exp2_fast(sink - shift);
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int r = 0; r < kSplits; ++r) {
+        const float weight = exp2_fast(largest[r] - shift);
+        total += weight * sum[r];
+        v.x += weight * value[r].x, v.y += weight * value[r].y, v.z += weight * value[r].z, v.w += weight * value[r].w;
+      }
+      const float factor = total > 0.f ? bmm2 / total : 0.f;
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + i % (kDim / 4) * 4) =
+          make_uint2(pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
+    }
+    cluster.sync();  // nobody leaves while its shared memory is read
+  }
+};
+
+template <bool FP8, int N>
+__global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __grid_constant__ Params p) {
+  if constexpr (kHopper) {
+    using L = Layout<FP8, N>;
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
+    const Block<FP8, N> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+    if (threadIdx.x == 0) block.init();
+    __syncthreads();
+    if (warp >= kConsumers / 32) {
+      give_registers<L::kFull ? 40 : 88>();
+      block.produce();
+      if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
+    } else {
+      take_registers<L::kFull ? 232 : 208>();
+      block.consume();
+      if (p.splits > 1) block.merge();
+    }
+  }
+}
+
+template <bool FP8, int N>
+cudaError_t launch(const SparseMla& call, bool split, int sms, cudaStream_t stream) {
+  using L = Layout<FP8, N>;
+  auto* const kernel = sparse_mla_wgmma_kernel<FP8, N>;
+  static const cudaError_t configured =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kTotal);
+  if (configured != cudaSuccess) return configured;
+  Params p;
+  static_cast<SparseMla&>(p) = call;
+  p.head_blocks = (p.heads + N - 1) / N;
+  p.splits = split ? kSplits : 1;
+  p.items = p.tokens * p.head_blocks * p.splits;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(split ? p.items : min(p.items, sms)));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = L::kTotal;
+  config.stream = stream;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace wgmma
+
+cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream) {
+  if (!call.rows_are_fp8)
+    return heads == 16 ? wgmma::launch<false, 16>(call, split, sms, stream) : wgmma::launch<false, 32>(call, split, sms, stream);
+  if (heads == 16) return wgmma::launch<true, 16>(call, split, sms, stream);
+  return heads == 32 ? wgmma::launch<true, 32>(call, split, sms, stream) : wgmma::launch<true, 64>(call, split, sms, stream);
+}
+
+}  // namespace dsv4
