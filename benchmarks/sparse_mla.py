@@ -6,8 +6,8 @@
 Needs a Hopper GPU and a vLLM with the overlay applied (its wheel carries FlashMLA). FlashMLA runs at the 64 or
 128 heads it pads to, decode on its `fp8_ds_mla` cache, prefill on BF16 rows that were gathered beforehand (the
 gather is not counted). Times are medians of CUDA-graph replays; a replay makes CALLS calls, each with rows of
-its own drawn at random from pools larger than the L2 cache. The ceilings are measured in the same run; the share of
-the roofline is the time that the bytes or the products need at them, whichever is longer, over the time taken.
+its own drawn at random from pools larger than the L2 cache. The ceilings are measured in the same run; the share
+of the roofline is the time that the bytes or the products need at them, whichever is longer, over the time taken.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def measure(
             seconds = times[name] / 1e6
             # Rows, queries and outputs pass through memory once; both products count for the real heads alone.
             moved = keys * HEAD_DIM * CACHES[cache].itemsize + 2 * inputs.query.nbytes
-            floor = max(moved / ceiling["copy_tb_s"], 4 * keys * HEAD_DIM * inputs.heads / ceiling["bf16_product_tflop_s"])
+            products = 4 * keys * HEAD_DIM * inputs.heads
+            floor = max(moved / ceiling["copy_tb_s"], products / ceiling["bf16_product_tflop_s"])
             row = {
                 "phase": phase,
                 "cache": cache,
@@ -116,12 +117,13 @@ def measure(
                 "flashmla_us": round(times["flashmla"], 2),
                 "speedup": round(times["flashmla"] / times[name], 3),
                 "tb_s": round(keys * HEAD_DIM * CACHES[cache].itemsize / seconds / 1e12, 3),
-                "tflop_s": round(4 * keys * HEAD_DIM * inputs.heads / seconds / 1e12, 1),
+                "tflop_s": round(products / seconds / 1e12, 1),
                 "roofline_share": round(floor / seconds / 1e12, 3),
             }
             results.append(row)
             print("{phase:8}{cache:6}{heads:6}{tokens:7}  {provider:10}{us:9.1f}{flashmla_us:11.1f}"
-                  "{speedup:9.2f}{tb_s:8.2f}{tflop_s:9.1f}{roofline_share:10.2f}".format(**row), flush=True)  # fmt: skip
+                  "{speedup:9.2f}{tb_s:8.2f}{tflop_s:9.1f}{roofline_share:10.2f}"
+                  .format(**row), flush=True)  # fmt: skip
 
     print("phase   cache  heads tokens  provider         us   FlashMLA  speedup    TB/s  TFLOP/s  roofline")
     for heads, top_k in TOP_K.items():

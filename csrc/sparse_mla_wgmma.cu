@@ -216,6 +216,9 @@ struct Block {
   const int warp, lane;
 
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
+    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  }
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int half) const { return barrier(half); }
@@ -226,9 +229,9 @@ struct Block {
   __device__ __forceinline__ uint32_t summed() const { return barrier(2 * L::kHalves + kWeightBuffers + 2); }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), 8);
-    for (int i = 0; i < kWeightBuffers; ++i) barrier_init(ready(i), 4);
-    barrier_init(q_full(), 4), barrier_init(q_empty(), 8), barrier_init(summed(), 8);
+    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), kConsumers);
+    for (int i = 0; i < kWeightBuffers; ++i) barrier_init(ready(i), 128);
+    barrier_init(q_full(), 128), barrier_init(q_empty(), kConsumers), barrier_init(summed(), kConsumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
@@ -241,7 +244,8 @@ struct Block {
     Item item(p, i, N, Lengths(p, i));
     const auto look_up = [&](int key0) {
       const int key = key0 + my_key, column = item.first + key;
-      return key < item.keys ? p.indices[item.token * p.indices_stride + (column < item.window ? column : kWindow + column - item.window)] : -1;
+      const int at = column < item.window ? column : kWindow + column - item.window;
+      return key < item.keys ? p.indices[item.token * p.indices_stride + at] : -1;
     };
     int next = look_up(0);
     for (; i < p.items; ++items) {
@@ -444,7 +448,8 @@ struct Block {
   }
 
   // ---------------------------------------------------------------- weights of 64 keys, into shared memory
-  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool is_first, int odd) const {
+  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool is_first,
+                                          int odd) const {
     const int g = lane / 4, t = lane % 4, group = warp / 4, group_warp = warp % 4;
     const int buffer = tile % kWeightBuffers, before = (tile + kWeightBuffers - 1) % kWeightBuffers;
     // Also the other warpgroup's word that it is past the tiles whose weights will be overwritten.
@@ -537,8 +542,7 @@ struct Block {
       if constexpr (!FP8) stmatrix_transposed(at + L::kTermBytes, low[0], low[1], low[2], low[3]);
     }
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ready(buffer));
+    barrier_arrive(ready(buffer));
   }
 
   __device__ __forceinline__ void correct_sums(float (&sum)[N / 4], int buffer) const {
@@ -604,10 +608,7 @@ struct Block {
     widen(a[0]);
 #pragma unroll
     for (int batch = 0; batch < 4 / kSteps; ++batch) {
-      if ((batch + 1) * kSteps % 2 == 0) {  // every lane has what it needs of the half tile
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty((2 * tile + batch * kSteps / 2) % L::kHalves));
-      }
+      if ((batch + 1) * kSteps % 2 == 0) barrier_arrive(empty((2 * tile + batch * kSteps / 2) % L::kHalves));
       products_begin();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i)
@@ -640,8 +641,7 @@ struct Block {
         // By the warpgroup whose tile is first, while the other one may still be at the end of the last item.
         if ((tile0 & 1) == group) {
           load_q<4>(item, odd, [&] { barrier_wait(q_empty(), odd ^ 1); });
-          __syncwarp();
-          if (lane == 0) barrier_arrive(q_full());
+          barrier_arrive(q_full());
         }
         barrier_wait(q_full(), odd ^ 1);
       }
@@ -655,12 +655,12 @@ struct Block {
 #pragma unroll
         for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kHalves), (2 * tile + h) / L::kHalves & 1);
         scores(s, tile);
-        if (own + 2 >= item.tiles && lane == 0) barrier_arrive(q_empty());
+        if (own + 2 >= item.tiles) barrier_arrive(q_empty());
         weights(s, sum, tile, own == 0, odd);
         if (own + 2 < item.tiles)
           for (; done <= own; ++done) outputs(acc, tile0 + done);
       }
-      if ((tile0 + group & 1) >= item.tiles && lane == 0) barrier_arrive(q_empty());
+      if ((tile0 + group & 1) >= item.tiles) barrier_arrive(q_empty());
       // Sums over the keys: the lanes of a column; the warps when both warpgroups are past their last scores.
       float* const sums = floats(L::kReduce) + odd * 8 * N;
 #pragma unroll
@@ -672,8 +672,7 @@ struct Block {
       if (g == 0)
 #pragma unroll
         for (int n = 0; n < N / 4; ++n) sums[warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
-      __syncwarp();
-      if (lane == 0) barrier_arrive(summed());
+      barrier_arrive(summed());
       for (; done < item.tiles; ++done) outputs(acc, tile0 + done);
       barrier_wait(summed(), odd);
 
@@ -704,7 +703,9 @@ struct Block {
       tile0 += item.tiles;
       products_wait<0>();
       if (p.splits > 1) {
-        sync_threads(3, kConsumers);  // the ring is read no more
+        // Partial outputs take the place of the ring, once everybody has left it.
+        for (int c = max(0, 2 * item.tiles - L::kHalves); c < 2 * item.tiles; ++c)
+          barrier_wait(empty(c % L::kHalves), c / L::kHalves & 1);
         float* const partial = floats(L::kRing);  // [N][512]
 #pragma unroll
         for (int n = 0; n < N / 4; ++n) {
@@ -724,7 +725,7 @@ struct Block {
 #pragma unroll
         for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
         if (item.head0 + row < p.heads)
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + item.token * p.out_token_stride + (item.head0 + row) * p.out_head_stride + dim0()) =
+          *reinterpret_cast<uint4*>(out_of(item.token, item.head0 + row) + dim0()) =
               make_uint4(packed[0], packed[1], packed[2], packed[3]);
       }
     }
@@ -760,7 +761,7 @@ struct Block {
         v.x += weight * value[r].x, v.y += weight * value[r].y, v.z += weight * value[r].z, v.w += weight * value[r].w;
       }
       const float factor = total > 0.f ? bmm2 / total : 0.f;
-      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + i % (kDim / 4) * 4) =
+      *reinterpret_cast<uint2*>(out_of(token, head) + i % (kDim / 4) * 4) =
           make_uint2(pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
     }
     cluster.sync();  // nobody leaves while its shared memory is read

@@ -31,8 +31,8 @@ def test_sanitizer_is_silent(tool):
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--kernel-regex", "kns=sparse_mla", "--error-exitcode", "9", "--print-limit", "5",
-         sys.executable, "-c", PROGRAM],
+        [sanitizer, "--tool", tool, "--kernel-name", "kns=sparse_mla", "--error-exitcode", "9",
+         "--print-limit", "5", sys.executable, "-c", PROGRAM],
         cwd=HERE, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
