@@ -289,7 +289,8 @@ struct Block {
     const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
     for (int i = threadIdx.x % 128; i < N * lines; i += 128) {
       const int head = item.head0 + i / lines;
-      const int64_t at = (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
+      const int64_t at =
+          (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
       if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
     }
   }
@@ -325,7 +326,8 @@ struct Block {
     for (int i = 0; i < N / WARPS; ++i) put_q(raw[i], largest[i], i * WARPS + warp % WARPS, odd);
     const int row = threadIdx.x % (WARPS * 32);
     if (row < N)
-      floats(L::kSink)[odd * N + row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
+      floats(L::kSink)[odd * N + row] =
+          p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
     fence_async();
   }
 
@@ -339,7 +341,7 @@ struct Block {
     }
     raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
   }
-  // Exponent of the largest of 512 values, one above what the bits of BF16 say, of which each lane has 16.
+  // The largest magnitude of 16 values, as the bits of BF16, which are ordered like the numbers.
   __device__ __forceinline__ static uint32_t largest_of(const uint4 (&raw)[2]) {
     uint32_t largest = 0;
 #pragma unroll
@@ -385,7 +387,8 @@ struct Block {
       products_begin();
 #pragma unroll
       for (int step = 0; step < 32; ++step) {
-        const uint64_t a = rows + ((step / 4 * 1024 + step % 4 * 32) >> 4), b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
+        const uint64_t a = rows + ((step / 4 * 1024 + step % 4 * 32) >> 4);
+        const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
         if (step == 0)
           product<false>(s, a, b);
         else
@@ -479,7 +482,8 @@ struct Block {
       if (group_warp == 0 && g == 0)
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
-          maximum[n * 4] = make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
+          maximum[n * 4] =
+              make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
       sync_threads(1 + group, 128);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n) {
@@ -530,7 +534,8 @@ struct Block {
       uint32_t high[4], low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = exp2_fast(s[n * 4 + 2 * i]), y = exp2_fast(s[n * 4 + 2 * i + 1]); sum[n*2+i/2*2] += x, sum[n*2+i/2*2+1] += y;
+        const float x = exp2_fast(s[n * 4 + 2 * i]), y = exp2_fast(s[n * 4 + 2 * i + 1]);
+        sum[n * 2 + i / 2 * 2] += x, sum[n * 2 + i / 2 * 2 + 1] += y;
         if constexpr (FP8) {
           high[i] = pack_half(x, y);
         } else {
@@ -572,56 +577,49 @@ struct Block {
       }
     }
     const uint64_t b = descriptor(base + L::kWeights + buffer * L::kTerms * L::kTermBytes);
-    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9; a batch lies in one half tile.
-    constexpr int kSteps = 1;
+    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions.
     const int block = FP8 ? warp / 2 : warp, chunk = FP8 ? warp % 2 * 4 + lane / 8 : lane / 4;
     const int even_row = block * 1024 + swizzled(2 * t, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
     const int odd_row = block * 1024 + swizzled(2 * t + 1, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
-    uint32_t a[2][kSteps][4][4], raw[kSteps][4][FP8 ? 2 : 4];
-    const auto read = [&](int batch) {
-      const uint32_t count = 2 * tile + batch * kSteps / 2, half = count % L::kHalves;
-      if (batch * kSteps % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
-      const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + batch * kSteps % 2 * 2 * L::kGroupBytes;
+    uint32_t a[2][4][4], raw[4][FP8 ? 2 : 4];
+    const auto read = [&](int step) {
+      const uint32_t count = 2 * tile + step / 2, half = count % L::kHalves;
+      if (step % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
+      const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + step % 2 * 2 * L::kGroupBytes;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) read_words(raw[i][k], rows + (i * 2 + k / 2) * L::kGroupBytes + (k % 2 ? odd_row : even_row));
+      for (int k = 0; k < 4; ++k) read_words(raw[k], rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row));
     };
-    const auto widen = [&](uint32_t (&to)[kSteps][4][4]) {  // two keys of one dimension to a register
+    const auto widen = [&](uint32_t (&to)[4][4]) {  // two keys of one dimension to a register
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
+      for (int k = 0; k < 2; ++k)
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const uint32_t x = raw[i][2 * k][FP8 ? m / 2 : m], y = raw[i][2 * k + 1][FP8 ? m / 2 : m];
-            if constexpr (FP8) {
-              const uint32_t pairs = __byte_perm(x, y, m % 2 ? 0x7362 : 0x5140);
-              to[i][m][2 * k] = e4m3_low(pairs), to[i][m][2 * k + 1] = e4m3_high(pairs);
-            } else {
-              to[i][m][2 * k] = __byte_perm(x, y, 0x5410), to[i][m][2 * k + 1] = __byte_perm(x, y, 0x7632);
-            }
+        for (int m = 0; m < 4; ++m) {
+          const uint32_t x = raw[2 * k][FP8 ? m / 2 : m], y = raw[2 * k + 1][FP8 ? m / 2 : m];
+          if constexpr (FP8) {
+            const uint32_t pairs = __byte_perm(x, y, m % 2 ? 0x7362 : 0x5140);
+            to[m][2 * k] = e4m3_low(pairs), to[m][2 * k + 1] = e4m3_high(pairs);
+          } else {
+            to[m][2 * k] = __byte_perm(x, y, 0x5410), to[m][2 * k + 1] = __byte_perm(x, y, 0x7632);
           }
+        }
     };
     read(0);
     products_wait<1>();
     widen(a[0]);
 #pragma unroll
-    for (int batch = 0; batch < 4 / kSteps; ++batch) {
-      if ((batch + 1) * kSteps % 2 == 0) barrier_arrive(empty((2 * tile + batch * kSteps / 2) % L::kHalves));
+    for (int step = 0; step < 4; ++step) {
+      if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kHalves));
       products_begin();
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i)
+      for (int term = 0; term < L::kTerms; ++term)
 #pragma unroll
-        for (int term = 0; term < L::kTerms; ++term)
-#pragma unroll
-          for (int m = 0; m < 4; ++m)
-            product<FP8, true>(acc[m], a[batch & 1][i][m], b + ((term * L::kTermBytes + (batch * kSteps + i) * 32) >> 4));
+        for (int m = 0; m < 4; ++m)
+          product<FP8, true>(acc[m], a[step & 1][m], b + ((term * L::kTermBytes + step * 32) >> 4));
       products_commit();
-      if (batch < 4 / kSteps - 1) {
-        read(batch + 1);
+      if (step < 3) {
+        read(step + 1);
         products_wait<1>();
-        widen(a[batch & 1 ^ 1]);
+        widen(a[step & 1 ^ 1]);
       }
     }
   }
