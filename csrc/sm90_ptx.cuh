@@ -1,4 +1,4 @@
-// What the Hopper attention kernels share: instructions by name.
+// What the Hopper attention kernels share: instructions by name, and how they are launched.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,13 +9,6 @@
 #include "sparse_mla_sm90.h"
 
 namespace dsv4 {
-
-// Whether this pass compiles for Hopper, whose instructions the kernels use. For other GPUs they stay empty.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kHopper = true;
-#else
-constexpr bool kHopper = false;
-#endif
 
 constexpr int kDim = 512;
 constexpr int kWindow = 128;
@@ -82,6 +75,25 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
     const uint2 v = *reinterpret_cast<const uint2*>(from);
     w[0] = v.x, w[1] = v.y;
   }
+}
+
+// Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
+template <auto KERNEL, typename Params>
+cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream) {
+  static const cudaError_t configured =
+      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (configured != cudaSuccess) return configured;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 
 }  // namespace dsv4

@@ -485,33 +485,19 @@ __global__ void __launch_bounds__(Layout<FP8, WARPS>::kThreads, Layout<FP8, WARP
 template <bool FP8, int WARPS>
 cudaError_t launch(const SparseMla& call, int splits, cudaStream_t stream) {
   using L = Layout<FP8, WARPS>;
-  auto* const kernel = sparse_mla_mma_kernel<FP8, WARPS>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kTotal);
-  if (configured != cudaSuccess) return configured;
   Params p;
   static_cast<SparseMla&>(p) = call;
   p.head_blocks = (p.heads + kHeads - 1) / kHeads;
   p.splits = splits;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(p.tokens * p.head_blocks * p.splits));
-  config.blockDim = dim3(L::kThreads);
-  config.dynamicSmemBytes = L::kTotal;
-  config.stream = stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const int blocks = p.tokens * p.head_blocks * p.splits;
+  return launch_kernel<sparse_mla_mma_kernel<FP8, WARPS>>(p, blocks, L::kThreads, L::kTotal, p.splits, stream);
 }
 
 }  // namespace
 
-// Paired: two small blocks an SM, one computing while the other waits.
 cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, cudaStream_t stream) {
-  if (paired) return call.rows_are_fp8 ? launch<true, 4>(call, splits, stream) : launch<false, 4>(call, splits, stream);
-  return call.rows_are_fp8 ? launch<true, 8>(call, splits, stream) : launch<false, 8>(call, splits, stream);
+  if (!call.rows_are_fp8) return launch<false, 8>(call, splits, stream);
+  return paired ? launch<true, 4>(call, splits, stream) : launch<true, 8>(call, splits, stream);
 }
 
 }  // namespace dsv4

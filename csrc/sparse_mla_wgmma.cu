@@ -175,13 +175,13 @@ struct Layout {
   static constexpr int kFactor = kCorrection + kWeightBuffers * N * 4;      // [groups][N]
   static constexpr int kState = kFactor + 2 * N * 4;                       // [buffers]
   static constexpr int kThere = kState + 16;                               // [halves][4]: a bit for every row
-  static constexpr int kBarriers = kThere + (kHalves + 1) / 2 * 8;
+  static constexpr int kBarriers = kThere + kHalves * 4;
   static constexpr int kTotal = kBarriers + (2 * kHalves + kWeightBuffers + 3) * 8;
+  static_assert(kHalves % 2 == 0, "a tile's halves must lie together");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
   static_assert(N * kDim * 4 <= kHalves * kHalfBytes, "partial output must fit the ring");
 };
 
-// What a block works on: some heads of a token and a share of its keys.
 struct Lengths {
   int visible, topk;
 
@@ -190,6 +190,8 @@ struct Lengths {
     visible = p.visible[token], topk = p.topk_lens[token];
   }
 };
+
+// What a block works on: some heads of a token and a share of its keys.
 struct Item {
   int64_t token;
   int head0, window, first, keys, tiles;
@@ -678,7 +680,8 @@ struct Block {
       const int head = threadIdx.x % 128;
       if (head < N) {
         // A maximum that the last tile raised is news to the sums of the warpgroup that had no part in it.
-        const int last = (tile0 + item.tiles + kWeightBuffers - 1) % kWeightBuffers, last_group = tile0 + item.tiles + 1 & 1;
+        const int last = (tile0 + item.tiles + kWeightBuffers - 1) % kWeightBuffers;
+        const int last_group = tile0 + item.tiles + 1 & 1;
         const int state = item.tiles ? states()[last] : 0;
         float total = 0.f;
 #pragma unroll
@@ -768,57 +771,44 @@ struct Block {
 
 template <bool FP8, int N>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __grid_constant__ Params p) {
-  if constexpr (kHopper) {
-    using L = Layout<FP8, N>;
-    extern __shared__ __align__(1024) uint8_t smem[];
-    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-    const Block<FP8, N> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
-    if (threadIdx.x == 0) block.init();
-    __syncthreads();
-    if (warp >= kConsumers / 32) {
-      give_registers<L::kFull ? 40 : 88>();
-      block.produce();
-      if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
-    } else {
-      take_registers<L::kFull ? 232 : 208>();
-      block.consume();
-      if (p.splits > 1) block.merge();
-    }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
+  using L = Layout<FP8, N>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
+  const Block<FP8, N> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  if (threadIdx.x == 0) block.init();
+  __syncthreads();
+  if (warp >= kConsumers / 32) {
+    give_registers<L::kFull ? 40 : 88>();
+    block.produce();
+    if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
+  } else {
+    take_registers<L::kFull ? 232 : 208>();
+    block.consume();
+    if (p.splits > 1) block.merge();
   }
+#endif
 }
 
 template <bool FP8, int N>
 cudaError_t launch(const SparseMla& call, bool split, int sms, cudaStream_t stream) {
-  using L = Layout<FP8, N>;
-  auto* const kernel = sparse_mla_wgmma_kernel<FP8, N>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kTotal);
-  if (configured != cudaSuccess) return configured;
   Params p;
   static_cast<SparseMla&>(p) = call;
   p.head_blocks = (p.heads + N - 1) / N;
   p.splits = split ? kSplits : 1;
   p.items = p.tokens * p.head_blocks * p.splits;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(split ? p.items : min(p.items, sms)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = L::kTotal;
-  config.stream = stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const int blocks = split ? p.items : min(p.items, sms);
+  return launch_kernel<sparse_mla_wgmma_kernel<FP8, N>>(p, blocks, kThreads, Layout<FP8, N>::kTotal, p.splits, stream);
 }
 
 }  // namespace wgmma
 
 cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream) {
+  using wgmma::launch;
   if (!call.rows_are_fp8)
-    return heads == 16 ? wgmma::launch<false, 16>(call, split, sms, stream) : wgmma::launch<false, 32>(call, split, sms, stream);
-  if (heads == 16) return wgmma::launch<true, 16>(call, split, sms, stream);
-  return heads == 32 ? wgmma::launch<true, 32>(call, split, sms, stream) : wgmma::launch<true, 64>(call, split, sms, stream);
+    return heads == 16 ? launch<false, 16>(call, split, sms, stream) : launch<false, 32>(call, split, sms, stream);
+  if (heads == 16) return launch<true, 16>(call, split, sms, stream);
+  return heads == 32 ? launch<true, 32>(call, split, sms, stream) : launch<true, 64>(call, split, sms, stream);
 }
 
 }  // namespace dsv4
