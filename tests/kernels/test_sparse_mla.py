@@ -289,12 +289,13 @@ def test_window_only_layer(device, provider):
     assert relative_error(out[:, 0], case.expected()) < TOLERANCE
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize(
     "tokens, heads", [(3, 16), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
 )
-def test_same_bits_every_time(device, fast_provider, tokens, heads):
+def test_same_bits_every_time(device, fast_provider, tokens, heads, kv_dtype):
     """Few tokens share keys between thread blocks, many do not."""
-    case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, width=128 + 256, seed=13)
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=128 + 256, seed=13)
     first = case.run(fast_provider).clone()
     differs = torch.zeros((), dtype=torch.bool, device=device)
     many = device.type == "cuda" and (tokens, heads) in [(3, 16), (16, 64), (140, 64)]
