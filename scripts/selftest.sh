@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Self-test on a machine that has nothing but Python and a package index: selftest.sh [DIR]
-# DIR (default: under ~/.cache) gets the pinned vLLM source with the overlay applied.
+# DIR (default: under ~/.cache) gets the pinned vLLM source with the overlay applied; VLLM_RELEASE says which.
 source "$(dirname "$0")/testenv.sh"
+tree=$(applied "${VLLM_RELEASE:-0.22.1}" "${1:-}")
 cd "$repo" # away from any folder named vllm
 PYTHONPATH=$tree exec "$python" -m vllm.dsv4_overlay.selftest

@@ -1,13 +1,27 @@
 #!/usr/bin/env bash
-# Everything that CI checks: the patch series, then all tests. Options are pytest's: test.sh -k name
-source "$(dirname "$0")/testenv.sh" ""
+# Everything that CI checks: the patch series, all tests on vLLM 0.22.1, and those that need a vLLM on each other
+# release. With options, which are pytest's (test.sh -k name), only those tests, on 0.22.1 or $VLLM_RELEASE.
+source "$(dirname "$0")/testenv.sh"
 cd "$repo"
-"$python" -m ruff check --quiet .
-scripts/check-series.sh 0.22.1
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # vLLM keeps Triton without a GPU only if none is meant to be visible; kernels are interpreted.
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
 fi
-# Not PYTHONPATH: the tests of --installed are about what another Python imports.
-export VLLM_SOURCE=$tree
-exec "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "$@"
+
+run() { # RELEASE, options of pytest
+    # Not PYTHONPATH: the tests of --installed are about what another Python imports.
+    VLLM_SOURCE=$(applied "$1") "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"
+}
+
+if [ $# -gt 0 ]; then
+    run "${VLLM_RELEASE:-0.22.1}" "$@"
+    exit
+fi
+"$python" -m ruff check --quiet .
+scripts/check-series.sh
+run 0.22.1
+run 0.21.0 tests/glue
+# The same files or the same lines as the release whose series they take.
+for release in 0.20.2 0.22.0; do
+    run "$release" tests/glue/test_real_config.py
+done

@@ -1,9 +1,8 @@
-# Sourced by selftest.sh and test.sh: $python has the packages of requirements-test.txt, $tree holds vLLM with
-# the overlay applied. shellcheck shell=bash
+# Sourced by selftest.sh and test.sh: $python has the packages of requirements-test.txt, `applied RELEASE [TREE]`
+# prints a folder that holds that vLLM with the overlay. shellcheck shell=bash
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-dsv4-overlay
-tree=${1:-$cache/vllm-0.22.1}
 
 command -v python3 >/dev/null || { echo "There is no python3 on PATH; install Python 3.10 or newer." >&2; exit 1; }
 key=$({ cat "$repo/requirements-test.txt"; python3 -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum)
@@ -17,10 +16,13 @@ if [ ! -e "$venv/complete" ]; then
 fi
 python=$venv/bin/python
 
-apply=$repo/scripts/apply-patches.sh
-if [ ! -e "$tree/vllm/__init__.py" ]; then
-    "$apply" --fetch 0.22.1 "$tree" | tail -n 1 >&2
-elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited
-    "$apply" --revert "$tree" >/dev/null
-    "$apply" "$tree" | tail -n 1 >&2
-fi
+applied() {
+    local tree=${2:-$cache/vllm-$1} apply=$repo/scripts/apply-patches.sh
+    if [ ! -e "$tree/vllm/__init__.py" ]; then
+        "$apply" --fetch "$1" "$tree" | tail -n 1 >&2
+    elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited
+        "$apply" --revert "$tree" >/dev/null
+        "$apply" "$tree" | tail -n 1 >&2
+    fi
+    echo "$tree"
+}

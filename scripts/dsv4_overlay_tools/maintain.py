@@ -12,8 +12,6 @@ import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import tomlkit
-
 from . import fetch
 from .errors import Refusal
 from .series import (
@@ -147,24 +145,48 @@ def export_patch(patch: Patch, pristine: dict[str, bytes], edited: dict[str, byt
     return patch.header.rstrip(b"\n") + b"\n" + (b"\n" + body if body else b"")
 
 
-def release_toml(text: str, files: dict[str, str]) -> str:
-    """`text` with its [files] table replaced; all else, comments included, as it is."""
-    document = tomlkit.parse(text)
-    table = document.get("files")
-    if table is None:
-        table = document["files"] = tomlkit.table()
-    for path in list(table):
-        del table[path]
-    for path in sorted(files):
-        table[path] = files[path]
-    return tomlkit.dumps(document)
+def release_toml(
+    text: str, files: dict[str, str], moved: dict[str, dict[str, str]] | None = None
+) -> str:
+    """`text` with the lines of its [files] table replaced, and with `moved` of [also.RELEASE.files].
+
+    All else, comments included, is as it is.
+    """
+    tables = {"[files]": files}
+    tables |= {f'[also."{release}".files]': pins for release, pins in (moved or {}).items()}
+    for header, pins in tables.items():
+        body = "".join(f'"{path}" = "{pins[path]}"\n' for path in sorted(pins))
+        start = re.search(rf"^{re.escape(header)}\n(\".*\n)*", text, re.MULTILINE)
+        if start:
+            text = f"{text[:start.start()]}{header}\n{body}{text[start.end():]}"
+        elif pins:
+            text += f"\n{header}\n{body}"
+    return text
+
+
+def served_sources(series: Series, touched: Iterable[str]) -> dict[str, dict[str, bytes]]:
+    """The touched files in each other release that `series` serves."""
+    found = {}
+    for release in sorted(series.sdists.keys() - {series.release}):
+        source = pristine_from_archive(fetch.archive(series, release))
+        found[release] = {path: source[path] for path in touched if path in source}
+    return found
+
+
+def moved_files(
+    pristine: dict[str, bytes], others: dict[str, dict[str, bytes]]
+) -> dict[str, dict[str, str]]:
+    """What [also.RELEASE.files] should hold: the sha256 of those that differ from this release's."""
+    return {release: {path: sha256(data) for path, data in files.items() if data != pristine[path]}
+            for release, files in others.items()}
 
 
 def export(
-    root: Path, series: Series, pristine: dict[str, bytes], tree: Path
+    root: Path, series: Series, pristine: dict[str, bytes], tree: Path, *, served: bool
 ) -> tuple[dict[Path, bytes], list[str]]:
     """What the files of `series` should hold for `tree`: place -> bytes, and notes for the user.
 
+    With `served`, also the pins of the other releases that it serves.
     Raises Refusal(unowned-change), naming the files, if the tree has a change no patch owns.
     """
     owner = {path: patch for patch in series.patches for path in patch.owned}
@@ -202,7 +224,8 @@ def export(
     out = {series.folder / p.name: export_patch(p, pristine, edited) for p in series.patches}
     pins = series.folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in owner if pristine[path] != edited[path]}
-    out[pins] = release_toml(pins.read_text("utf-8"), hashes).encode()
+    moved = moved_files(pristine, served_sources(series, hashes)) if served else None
+    out[pins] = release_toml(pins.read_text("utf-8"), hashes, moved).encode()
     return out, notes
 
 
@@ -234,7 +257,9 @@ def export_main(argv: list[str], root: Path) -> int:
                 "wrong-release", f"{args.tree} holds vLLM {target.release}, not {series.release}."
             )
         pristine = _pristine(series, args.pristine)
-        files, notes = export(root, series, pristine, target.root)
+        files, notes = export(
+            root, series, pristine, target.root, served=args.pristine is None
+        )
         changed = _write_all(files)
     except Refusal as refusal:
         print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
@@ -344,7 +369,7 @@ def check(
 ) -> tuple[list[str], list[tuple[str, int]]]:
     """Everything wrong with the series in `folder`, and the lines each patch adds.
 
-    With `served`, also that the releases it claims to serve have the same touched files.
+    With `served`, also that it fits the releases that it claims to serve.
     Raises Refusal if the series cannot be read or the source not be had.
     """
     names = order(folder)
@@ -397,7 +422,9 @@ def check(
             problems.append(f"{patch.name} is not what export-series.sh writes; run it")
     pins = folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in edited}
-    if release_toml(pins.read_text("utf-8"), hashes) != pins.read_text("utf-8"):
+    others = served_sources(series, edited) if served else {}
+    moved = moved_files(pristine, others)
+    if release_toml(pins.read_text("utf-8"), hashes, moved) != pins.read_text("utf-8"):
         problems.append("release.toml: [files] is not what export-series.sh writes; run it")
     added = [(patch.name, patch.added) for patch in series.patches]
     total = sum(count for _, count in added)
@@ -407,12 +434,20 @@ def check(
     problems += [f"{overlay[path].source.relative_to(root)} is used by nothing"
                  for path in unused_overlay(overlay, roots)]
     problems += _kernel_problems(overlay)
-    for release in series.sdists if served else ():
-        if release == series.release:
-            continue
-        other = pristine_from_archive(fetch.archive(series, release))
-        problems += [f"release.toml: serves {release}, but its {path} is not the same file"
-                     for path in sorted(edited) if other.get(path) != pristine[path]]
+    for release, sources in others.items():
+        for patch in series.of(release).patches:
+            for diff in patch.diffs:
+                where = f"{patch.name} for vLLM {release}, {diff.path}"
+                try:
+                    after = diff.apply(sources[diff.path])
+                    if diff.path.endswith(".py"):
+                        ast.parse(after)
+                except KeyError:
+                    problems.append(f"{where}: there is no such file")
+                except Mismatch as mismatch:
+                    problems.append(f"{where}: the hunk at line {mismatch.line} has no place, or several")
+                except (SyntaxError, ValueError) as error:
+                    problems.append(f"{where}: invalid Python: {error}")
     return problems, added
 
 

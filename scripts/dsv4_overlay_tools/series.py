@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import tomlkit
@@ -50,10 +50,17 @@ class Hunk:
     added: int
 
 
+def places(hunk: Hunk, lines: list[str]) -> list[int]:
+    """The indices in `lines` at which the lines that `hunk` replaces stand."""
+    size = len(hunk.source)
+    return [i for i in range(len(lines) - size + 1) if lines[i : i + size] == hunk.source]
+
+
 @dataclass(frozen=True)
 class FileDiff:
     path: str
     hunks: list[Hunk]
+    moved: bool = False  # made for another release: each hunk goes to the one place that has its lines
 
     @property
     def added(self) -> int:
@@ -62,12 +69,18 @@ class FileDiff:
     def apply(self, data: bytes) -> bytes:
         """Return `data` with the hunks applied: exact lines at exact positions, nothing else.
 
+        If `moved`, the position is where the lines are; they have to be in one place only.
         Raises Mismatch with the first line that is not as the diff expects.
         """
         lines = split_lines(data)
         out: list[str] = []
         done = 0
         for hunk in self.hunks:
+            if self.moved:
+                found = places(hunk, lines)
+                if len(found) != 1 or found[0] < done:
+                    raise Mismatch(hunk.start + 1)
+                hunk = replace(hunk, start=found[0])
             found = lines[hunk.start : hunk.start + len(hunk.source)]
             if found != hunk.source:
                 same = 0
@@ -197,6 +210,17 @@ class Series:
     sdists: dict[str, str]  # release -> sha256 of its source archive; this release and `serves`
     files: dict[str, str]  # touched vLLM file -> sha256 before the series
     patches: list[Patch] = field(default_factory=list)
+    # release in `serves` -> touched file whose bytes are others there -> its sha256
+    moved: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def of(self, release: str) -> Series:
+        """This series as it applies to `release`, one of `sdists`."""
+        moved = self.moved.get(release, {})
+        patches = [
+            replace(patch, diffs=[replace(diff, moved=diff.path in moved) for diff in patch.diffs])
+            for patch in self.patches
+        ]
+        return replace(self, files=self.files | moved, patches=patches)
 
     def pairs(self) -> list[tuple[Patch, FileDiff]]:
         """Each touched file's diff with its patch. Raises Refusal(bad-series) unless every file
@@ -234,8 +258,10 @@ def load_series(folder: Path) -> Series:
     try:
         toml = tomlkit.parse(pins.read_text("utf-8")).unwrap()
         sdists = {toml["release"]: toml["sdist_sha256"]}
+        moved = {}
         for served in toml.get("serves", []):
             sdists[served] = toml["also"][served]["sdist_sha256"]
+            moved[served] = dict(toml["also"][served].get("files", {}))
         series = Series(
             folder=folder,
             release=toml["release"],
@@ -243,6 +269,7 @@ def load_series(folder: Path) -> Series:
             git_commit=toml["git_commit"],
             sdists=sdists,
             files=dict(toml.get("files", {})),
+            moved=moved,
         )
     except OSError as error:
         raise _bad(str(pins), f"cannot be read ({error.strerror})") from None
@@ -272,7 +299,7 @@ def find_series(root: Path, release: str) -> Series:
     for folder in release_folders(root):
         series = load_series(folder)
         if release in series.sdists:
-            return series
+            return series.of(release)
         supported += series.sdists
     raise Refusal(
         "wrong-release",

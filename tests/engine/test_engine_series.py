@@ -355,18 +355,63 @@ def test_the_kernels_stand_alone(world, capsys, source, fine):
     assert ("the kernels may use" in err) == (not fine), err
 
 
-def test_check_verifies_the_releases_it_serves(world, capsys, monkeypatch):
-    """Without --pristine the archives are compared: a claim to serve must be true."""
+@pytest.fixture
+def served(world, monkeypatch):
+    """The source of 0.9.9, which the series claims to serve, without --pristine."""
     archives = {RELEASE: dict(PRISTINE), "0.9.9": dict(PRISTINE)}
     monkeypatch.setattr(maintain.fetch, "archive", lambda series, release: release)
     monkeypatch.setattr(maintain, "pristine_from_archive", archives.get)
-    assert maintain.check_main([], world[0]) == 0
-    archives["0.9.9"]["vllm/sub/untouched.py"] = b"differs, but is not touched\n"
-    assert maintain.check_main([], world[0]) == 0
-    archives["0.9.9"]["vllm/crlf.py"] = b"differs\n"
+    return archives["0.9.9"]
+
+
+def export_and_check(world, capsys):
+    assert maintain.export_main([RELEASE, str(world[2])], world[0]) == 0
     capsys.readouterr()
+    status = maintain.check_main([], world[0])
+    return status, capsys.readouterr().err
+
+
+def test_a_served_release_with_the_same_files(world, served, capsys):
+    assert maintain.check_main([], world[0]) == 0
+    served["vllm/sub/untouched.py"] = b"differs, but is not touched\n"
+    before = snapshot(world[0])
+    assert export_and_check(world, capsys) == (0, "")
+    assert snapshot(world[0]) == before
+
+
+def test_a_served_release_whose_lines_have_moved(world, served, capsys, engine, tmp_path):
+    """Pinned by export, put where its lines are by apply; an edited file is refused as ever."""
+    shift = b"# new\n"
+    served["vllm/config.py"] = shift * 3 + PRISTINE["vllm/config.py"]
     assert maintain.check_main([], world[0]) == 1
-    assert "serves 0.9.9, but its vllm/crlf.py" in capsys.readouterr().err
+    assert "[files] is not what export-series.sh writes" in capsys.readouterr().err
+    assert export_and_check(world, capsys) == (0, "")
+    engine.root = world[0]
+    target = make_target(tmp_path / "served", "source", files=served, release="0.9.9")
+    engine.ok(target)
+    assert (target / "vllm/config.py").read_bytes() == shift * 3 + EDITED["vllm/config.py"]
+    engine.ok(target, "--revert")
+    assert (target / "vllm/config.py").read_bytes() == served["vllm/config.py"]
+    (target / "vllm/config.py").write_bytes(shift + served["vllm/config.py"])
+    engine.refused("source-changed", target)
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "words"),
+    [
+        ("vllm/crlf.py", b"differs\n", "no place, or several"),
+        ("vllm/config.py", PRISTINE["vllm/config.py"] * 2, "no place, or several"),
+        ("vllm/config.py", b"if 1:\n    x\n  y\n" + PRISTINE["vllm/config.py"], "invalid Python"),
+        ("vllm/config.py", None, "there is no such file"),
+    ],
+)
+def test_a_served_release_that_it_does_not_fit(world, served, capsys, path, data, words):
+    if data is None:
+        del served[path]
+    else:
+        served[path] = data
+    status, err = export_and_check(world, capsys)
+    assert status == 1 and f"for vLLM 0.9.9, {path}" in err and words in err
 
 
 def test_a_patch_that_breaks_the_syntax(world, capsys):

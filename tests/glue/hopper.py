@@ -54,18 +54,20 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 
 def build_layers(config):
     """The attention and cache layers of the model, constructed as its wrapper does, without projections."""
-    from vllm.models.deepseek_v4 import attention
-    from vllm.models.deepseek_v4.compressor import CompressorStateCache
+    try:
+        from vllm.models.deepseek_v4 import attention, compressor
+    except ModuleNotFoundError:  # up to 0.21.0
+        import vllm.model_executor.layers.deepseek_compressor as compressor
+        import vllm.model_executor.layers.deepseek_v4_attention as attention
 
     # Only there since the overlay; the pristine wrapper uses DeepseekV4SWACache.
-    adapter = getattr(attention, "adapter", None)
+    swa_cache_class = getattr(attention, "swa_cache_class", lambda cache: attention.DeepseekV4SWACache)
     cache = config.cache_config
     hf = config.model_config.hf_config
     layers = []
     for number, ratio in enumerate(hf.compress_ratios[: hf.num_hidden_layers]):
         ratio, prefix = max(1, ratio), f"model.layers.{number}.attn"
-        window_class = adapter.swa_cache_class(cache) if adapter else attention.DeepseekV4SWACache
-        window = window_class(512, 128, torch.uint8, f"{prefix}.swa_cache", cache)
+        window = swa_cache_class(cache)(512, 128, torch.uint8, f"{prefix}.swa_cache", cache)
         layers.append(
             attention.DeepseekV4MLAAttention(
                 16, 512, 512**-0.5, 448, 64, 1024, None, ratio, 128, 584, window, torch.zeros(64), cache,
@@ -74,10 +76,10 @@ def build_layers(config):
         )  # fmt: skip
         if ratio > 1:
             state_dim = 4 * 512 if ratio == 4 else 2 * 512
-            CompressorStateCache(state_dim, torch.float32, ratio, f"{prefix}.compressor.state_cache")
+            compressor.CompressorStateCache(state_dim, torch.float32, ratio, f"{prefix}.compressor.state_cache")
         if ratio == 4:
             attention.DeepseekV4IndexerCache(132, torch.uint8, f"{prefix}.indexer.k_cache", cache, 4)
-            CompressorStateCache(4 * 128, torch.float32, 4, f"{prefix}.indexer.compressor.state_cache")
+            compressor.CompressorStateCache(4 * 128, torch.float32, 4, f"{prefix}.indexer.compressor.state_cache")
     return layers
 
 
@@ -97,7 +99,7 @@ def describe_layers(config):
         )
         shapes[name] = [list(shape), str(spec.dtype)]
     return {
-        "impl": layers[0].impl_cls.__name__,
+        "backend": layers[0].get_attn_backend().__name__,
         "padded_heads": layers[0].padded_heads,
         "scale_buffers": sum("kv_scale" in dict(layer.named_buffers()) for layer in layers),
         "specs": before,

@@ -3,16 +3,18 @@
 Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the self-test.
 """
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.dsv4_overlay import adapter, attention, selftest
 from vllm.forward_context import override_forward_context
-from vllm.models.deepseek_v4.compressor import CompressorMetadata
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
+CompressorMetadata = importlib.import_module(adapter.COMPRESSOR).CompressorMetadata
+InnerLayer = importlib.import_module(adapter.ATTENTION).DeepseekV4MLAAttention
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, EPS, SCALE, KV_SCALE = 2, 1e-6, 512**-0.5, 0.0625
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,6 +79,8 @@ class Step:
         )
         self.layer = SimpleNamespace(
             prefix="layer",
+            full_cache=True,
+            impl_cls=getattr(adapter, "DeepseekV4FullCacheImpl", None),
             compress_ratio=ratio,
             scale=SCALE,
             kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
@@ -152,14 +156,16 @@ class Step:
         )
         self.context.attn_metadata["layer"] = metadata
         self.layer.kv_cache = cache
-        self.state = CompressorMetadata(
+        self.context.attn_metadata["state"] = CompressorMetadata(
             block_table=ints(state_tables),
             slot_mapping=torch.tensor(slots, device=DEVICE),
             block_size=block,
             token_to_req_indices=ints(self.owner + stale),
         )
-        self.compress_arguments = dict(
-            state_cache=state_cache, kv_cache=cache, k_cache_metadata=metadata, rms_norm_weight=norm.to(DEVICE)
+        self.compressor = SimpleNamespace(
+            state_cache=SimpleNamespace(kv_cache=state_cache, prefix="state"),
+            norm=SimpleNamespace(weight=norm.to(DEVICE)),
+            rms_norm_eps=EPS,
         )
         if ratio == 4:  # as the indexer fills it: valid rows first, in no order
             self.layer.topk_indices_buffer = torch.full((len(slots), 32), -1, dtype=torch.int32)
@@ -179,22 +185,11 @@ class Step:
         q = self.q.clone().to(DEVICE)  # normed in place
         q = attention.insert(self.layer, q, kv, self.metadata, in_range, cos_sin, EPS)
         if self.ratio > 1:
-            store = adapter.compress_store(SimpleNamespace(full_cache=True, **vars(self.layer)), stock=None)
-            store(
-                token_to_req_indices=self.state.token_to_req_indices,
-                positions=positions,
-                slot_mapping=self.state.slot_mapping,
-                block_table=self.state.block_table,
-                cos_sin_cache=cos_sin,
-                rms_norm_eps=EPS,
-                compress_ratio=self.ratio,
-                num_actual=len(self.owner),
-                quant_block=64,
-                **self.compress_arguments,
-            )
+            metadata = self.context.attn_metadata
+            assert attention.compress(self.compressor, self.layer, positions, cos_sin, metadata)
         out = torch.full_like(q, float("nan"))
         with override_forward_context(self.context):
-            adapter.DeepseekV4FullCacheImpl.forward_mqa(self.layer, q, kv, positions, out)
+            InnerLayer.forward(self.layer, q, kv, positions, out)
         return out.cpu()
 
     def expected(self):
@@ -248,8 +243,13 @@ def test_memory_profiling_writes_zeros():
     """vLLM measures memory before there is a cache or metadata."""
     out = torch.full((3, HEADS, 512), float("nan"), dtype=BF16)
     with override_forward_context(SimpleNamespace(attn_metadata=None)):
-        adapter.DeepseekV4FullCacheImpl.forward_mqa(None, out, out, None, out)
+        attention.forward(None, out, out)
     assert (out == 0).all()
+
+
+def test_compressors_of_other_caches_are_left_alone():
+    for layer in (SimpleNamespace(), SimpleNamespace(full_cache=False)):  # the indexer's, and FlashMLA's
+        assert not attention.compress(None, layer, None, None, {})
 
 
 @pytest.mark.parametrize("ratio, tables", [(1, 1), (4, 2), (128, 1)])

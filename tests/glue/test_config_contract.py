@@ -1,6 +1,7 @@
 """Backend x cache dtype x model: what is resolved, what is refused in one sentence, what is left alone."""
 
 import copy
+import importlib
 import json
 from types import SimpleNamespace
 from typing import get_args
@@ -8,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 from vllm.config.cache import CacheDType
-from vllm.dsv4_overlay import config
+from vllm.dsv4_overlay import adapter, config
 from vllm.platforms.interface import DeviceCapability
 from vllm.third_party.dsv4_kernels import PROVIDERS
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -162,16 +163,20 @@ def test_storage_dtypes():
 
 
 def test_class_choice(monkeypatch):
-    from vllm.models.deepseek_v4 import attention
-
+    attention = importlib.import_module(adapter.ATTENTION)
     chosen = {}
     for name in get_args(CacheDType):
         current = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=name))
-        monkeypatch.setattr(attention, "get_current_vllm_config", lambda current=current: current)
-        chosen.setdefault(attention._select_v4_sparse_impl().__name__, set()).add(name)
+        if hasattr(attention, "_select_v4_sparse_impl"):
+            monkeypatch.setattr(attention, "get_current_vllm_config", lambda current=current: current)
+            backend = attention._select_v4_sparse_impl().backend_cls
+        else:  # 0.21.0: the layer itself is the implementation
+            layer = SimpleNamespace(full_cache=config.is_full_cache(name))
+            backend = attention.DeepseekV4MLAAttention.get_attn_backend(layer)
+        chosen.setdefault(backend.__name__, set()).add(name)
     assert chosen == {
-        "DeepseekV4FullCacheImpl": {"bfloat16", "fp8_per_tensor"},
-        "DeepseekV4FlashMLASparseImpl": set(get_args(CacheDType)) - {"bfloat16", "fp8_per_tensor"},
+        "DeepseekV4FullCacheBackend": {"bfloat16", "fp8_per_tensor"},
+        "DeepseekV4FlashMLASparseBackend": set(get_args(CacheDType)) - {"bfloat16", "fp8_per_tensor"},
     }
 
 

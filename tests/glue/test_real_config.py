@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -100,13 +101,33 @@ def answers(applied, models):
 
 
 @pytest.fixture(scope="module")
-def stock_answers(applied, models, tmp_path_factory):
+def reverted(applied, tmp_path_factory):
     tree = tmp_path_factory.mktemp("pristine")
     shutil.copytree(applied / "vllm", tree / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(applied / "PKG-INFO", tree)
     subprocess.run([ROOT / "scripts/apply-patches.sh", "--revert", tree], check=True, capture_output=True)
-    assert not (tree / "vllm/dsv4_overlay").exists()
-    return ask(tree, models, STOCK)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def stock_answers(reverted, models):
+    return ask(reverted, models, STOCK)
+
+
+def test_revert_gives_back_the_released_files(reverted):
+    record = (reverted / "PKG-INFO").read_text()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    archive = cache / f"vllm-dsv4-overlay/sdist/vllm-{re.search(r'^Version: (.*)', record, re.M)[1]}.tar.gz"
+    if not archive.is_file():
+        pytest.skip(f"there is no {archive} to compare with")
+    found = {path.relative_to(reverted).as_posix() for path in (reverted / "vllm").rglob("*") if path.is_file()}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = member.name.partition("/")[2]
+            if member.isfile() and path.startswith("vllm/"):
+                assert (reverted / path).read_bytes() == tar.extractfile(member).read(), path
+                found.discard(path)
+    assert not {path for path in found if not path.endswith(".pyc")}
 
 
 @pytest.mark.parametrize("case", STOCK, ids=" ".join)
@@ -118,7 +139,7 @@ def test_who_uses_neither_sees_no_change(answers, stock_answers, case):
 
 def test_stock_dtype_is_still_flashmla(answers):
     layers = answers["flash", "--kv-cache-dtype=fp8_ds_mla"]["layers"]
-    assert layers["impl"] == "DeepseekV4FlashMLASparseImpl"
+    assert layers["backend"] == "DeepseekV4FlashMLASparseBackend"
     assert layers["padded_heads"] == 64 and layers["scale_buffers"] == 0
     assert "page_size_padded=37440" in layers["specs"]["model.layers.2.attn"]
 
@@ -132,7 +153,7 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     answer = answers[case]
     assert answer["cache_dtype"] == cache_dtype
     layers = answer["layers"]
-    assert layers["impl"] == "DeepseekV4FullCacheImpl"
+    assert layers["backend"] == "DeepseekV4FullCacheBackend"
     assert layers["padded_heads"] == 16
     assert layers["scale_buffers"] == MODELS[case[0]]["num_hidden_layers"]
     assert not answer["cuda_initialized"]
@@ -140,7 +161,7 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
 
 def test_flashmla_by_name(answers):
     answer = answers["mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"]
-    assert answer["layers"]["impl"] == "DeepseekV4FlashMLASparseImpl"
+    assert answer["layers"]["backend"] == "DeepseekV4FlashMLASparseBackend"
     assert answer["layers"]["specs"] == answers["mini", "--kv-cache-dtype=fp8"]["layers"]["specs"]
 
 

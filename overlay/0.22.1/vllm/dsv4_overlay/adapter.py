@@ -1,38 +1,23 @@
-"""What the patches of vLLM 0.22.1 (and 0.22.0) call: its backend, implementation and cache classes."""
-
-from typing import Any, ClassVar
+"""What differs in vLLM 0.22.1 (and 0.22.0): where its layers are, and how one finds its implementation."""
 
 import torch
-from vllm.config import CacheConfig, VllmConfig
-from vllm.config.cache import CacheDType
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
-from vllm.forward_context import get_forward_context
+from vllm.dsv4_overlay.backend import FullCacheBackend
 from vllm.models.deepseek_v4.nvidia.flashmla import (
     DeepseekV4FlashMLASparseBackend,
     DeepseekV4SparseMLAAttentionImpl,
 )
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+ATTENTION = "vllm.models.deepseek_v4.attention"
+COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 
 
-class DeepseekV4FullCacheBackend(DeepseekV4FlashMLASparseBackend):
-    """Sparse MLA over 512-wide rows; metadata, block sizes and graph support are those of the V4 FlashMLA one."""
-
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["bfloat16", "fp8_per_tensor"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_MLA_SPARSE_DSV4"
+class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLASparseBackend):
+    """Metadata, block sizes and graph support are those of the V4 FlashMLA backend."""
 
     @staticmethod
     def get_impl_cls() -> type["DeepseekV4FullCacheImpl"]:
         return DeepseekV4FullCacheImpl
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return capability.major == 9
 
 
 class DeepseekV4FullCacheImpl(DeepseekV4SparseMLAAttentionImpl):
@@ -51,72 +36,4 @@ class DeepseekV4FullCacheImpl(DeepseekV4SparseMLAAttentionImpl):
         positions: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        metadata = get_forward_context().attn_metadata
-        if metadata is None:  # memory profiling: there is no cache yet
-            output.zero_()
-            return
-        window_only = layer.compress_ratio <= 1
-        attention.attend(
-            layer,
-            q,
-            output,
-            metadata[layer.swa_cache_layer.prefix],
-            None if window_only else metadata[layer.prefix],
-        )
-
-
-class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):
-    """The sliding window with rows of 512 elements and no padding of its pages."""
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SlidingWindowMLASpec:
-        # Without `model_version`, whose page size is FlashMLA's 584 bytes a token.
-        return SlidingWindowMLASpec(
-            block_size=self.block_size,
-            num_kv_heads=1,
-            head_size=self.head_dim,
-            dtype=_page_dtype(self.cache_config.cache_dtype),
-            sliding_window=self.window_size,
-            cache_dtype_str=self.cache_config.cache_dtype,
-        )
-
-
-def swa_cache_class(cache_config: CacheConfig) -> type[DeepseekV4SWACache]:
-    return DeepseekV4FullCacheSWACache if is_full_cache(cache_config.cache_dtype) else DeepseekV4SWACache
-
-
-def main_cache_spec(layer: torch.nn.Module, vllm_config: VllmConfig) -> MLAAttentionSpec:
-    """The compressed cache of a C4A or C128A layer."""
-    return MLAAttentionSpec(
-        block_size=vllm_config.cache_config.block_size,
-        num_kv_heads=1,
-        head_size=layer.head_dim,
-        dtype=_page_dtype(layer.kv_cache_dtype),
-        compress_ratio=layer.compress_ratio,
-        cache_dtype_str=layer.kv_cache_dtype,
-        model_version="deepseek_v4",
-    )
-
-
-def state_alignment(vllm_config: VllmConfig, cache: torch.nn.Module, stock: int) -> int | None:
-    """Page alignment in bytes of a compressor's state cache.
-
-    States share pages with the cache they feed. Those of the 512-wide cache fill an FP8 page exactly (32768
-    bytes), and FlashMLA's alignment would make them too large for it; the indexer's keep theirs.
-    """
-    # kv and score, each 512 channels wide, or twice that where windows overlap; the indexer's have 128.
-    feeds_main_cache = cache.state_dim >= 2 * 512
-    full_cache = is_full_cache(vllm_config.cache_config.cache_dtype)
-    return None if full_cache and feeds_main_cache else stock
-
-
-def compress_store(layer: torch.nn.Module, stock: Any) -> Any:
-    """The function that stores a compressed row of this layer: ours on the full-width cache, else `stock`."""
-    if not getattr(layer, "full_cache", False):
-        return stock
-    return lambda **arguments: attention.compress(layer, **arguments)
-
-
-def _page_dtype(cache_dtype: str) -> torch.dtype:
-    # vLLM zeroes and copies pages; bytes are what every one of its paths takes for FP8.
-    dtype = storage_dtype(cache_dtype)
-    return torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        attention.forward(layer, q, output)

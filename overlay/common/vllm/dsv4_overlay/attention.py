@@ -56,23 +56,42 @@ def insert(
     return q
 
 
-def compress(layer: torch.nn.Module, **arguments: Any) -> None:
-    """Take the arguments of vLLM's `compress_norm_rope_store_*` and store a full-width row instead."""
-    kv_cache = arguments["kv_cache"]
+def compress(
+    compressor: torch.nn.Module,
+    layer: torch.nn.Module,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    metadata: dict[str, Any],
+) -> bool:
+    """Store what `compressor` makes of its states if `layer`, which it feeds, has full-width rows; else False."""
+    if not getattr(layer, "full_cache", False):
+        return False
+    state = metadata[compressor.state_cache.prefix]
     compress_norm_rope_store(
-        arguments["state_cache"],
-        arguments["token_to_req_indices"],
-        arguments["positions"],
-        arguments["slot_mapping"],
-        arguments["block_table"],
-        arguments["cos_sin_cache"],
-        kv_cache,
-        arguments["k_cache_metadata"].slot_mapping,
-        arguments["rms_norm_weight"],
-        arguments["rms_norm_eps"],
-        arguments["compress_ratio"],
-        None if kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
+        compressor.state_cache.kv_cache,
+        state.token_to_req_indices,
+        positions,
+        state.slot_mapping,
+        state.block_table,
+        cos_sin_cache,
+        layer.kv_cache,
+        metadata[layer.prefix].slot_mapping,
+        compressor.norm.weight,
+        compressor.rms_norm_eps,
+        layer.compress_ratio,
+        None if layer.kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
     )
+    return True
+
+
+def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
+    """Run the inner attention layer on the metadata of this forward pass; zeros while memory is measured."""
+    metadata = get_forward_context().attn_metadata
+    if metadata is None:
+        output.zero_()
+        return
+    compressed = None if layer.compress_ratio <= 1 else metadata[layer.prefix]
+    attend(layer, q, output, metadata[layer.swa_cache_layer.prefix], compressed)
 
 
 def attend(
@@ -200,20 +219,8 @@ def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
         compressed = SimpleNamespace(
             block_table=ints(1, 16), block_size=256, max_seq_len=layer.max_model_len, slot_mapping=nowhere
         )
-        compress(
-            layer,
-            state_cache=wrapper.compressor.state_cache.kv_cache,
-            token_to_req_indices=window.token_to_req_indices,
-            positions=positions,
-            slot_mapping=nowhere,
-            block_table=window.block_table,
-            cos_sin_cache=cos_sin_cache,
-            kv_cache=layer.kv_cache,
-            k_cache_metadata=compressed,
-            rms_norm_weight=wrapper.compressor.norm.weight,
-            rms_norm_eps=wrapper.eps,
-            compress_ratio=layer.compress_ratio,
-        )
+        metadata = {wrapper.compressor.state_cache.prefix: window, layer.prefix: compressed}
+        compress(wrapper.compressor, layer, positions, cos_sin_cache, metadata)
     q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
     insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
     attend(layer, q, torch.empty_like(q), window, compressed)

@@ -7,6 +7,7 @@ from the definition. Exit status: 0 all checks passed, 1 one failed.
 """
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -150,10 +151,11 @@ def check_gpu() -> str:
 
 def cache_specs(cache_dtype: str, ratios: list[int]) -> dict[str, object]:
     """Cache specs by layer name, as the patched classes of vLLM give them."""
-    from vllm.dsv4_overlay.adapter import swa_cache_class
-    from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache, DeepseekV4MLAAttention
-    from vllm.models.deepseek_v4.compressor import CompressorStateCache
+    from vllm.dsv4_overlay import adapter
+    from vllm.dsv4_overlay.backend import swa_cache_class
 
+    attention = importlib.import_module(adapter.ATTENTION)
+    CompressorStateCache = importlib.import_module(adapter.COMPRESSOR).CompressorStateCache
     cache = SimpleNamespace(cache_dtype=cache_dtype, block_size=256)
     config = SimpleNamespace(cache_config=cache)
     specs = {}
@@ -165,13 +167,14 @@ def cache_specs(cache_dtype: str, ratios: list[int]) -> dict[str, object]:
         add(f"{number}.window", swa_cache_class(cache), head_dim=512, window_size=128, block_size=64)
         if ratio == 1:
             continue
-        add(f"{number}.main", DeepseekV4MLAAttention, head_dim=512, compress_ratio=ratio,
+        add(f"{number}.main", attention.DeepseekV4MLAAttention, head_dim=512, compress_ratio=ratio,
             kv_cache_dtype=cache_dtype, full_cache=True)  # fmt: skip
         overlap = 2 if ratio == 4 else 1
         states = dict(dtype=torch.float32, sliding_window=ratio * overlap, block_size=4 if ratio == 4 else 8)
         add(f"{number}.states", CompressorStateCache, state_dim=2 * overlap * 512, **states)
         if ratio == 4:
-            add(f"{number}.indexer", DeepseekV4IndexerCache, head_dim=132, dtype=torch.uint8, compress_ratio=4)
+            add(f"{number}.indexer", attention.DeepseekV4IndexerCache, head_dim=132, dtype=torch.uint8,
+                compress_ratio=4)  # fmt: skip
             add(f"{number}.indexer_states", CompressorStateCache, state_dim=2 * overlap * 128, **states)
     return specs
 
@@ -328,20 +331,26 @@ def check_insert(op: str, dtype: torch.dtype) -> str:
 def compress(seq: Sequence) -> None:
     from vllm.dsv4_overlay import attention
 
-    attention.compress(
-        SimpleNamespace(kv_scale=torch.tensor([KV_SCALE], device=DEVICE)),
-        state_cache=seq.state_cache,
+    state = SimpleNamespace(
         token_to_req_indices=torch.zeros(seq.length, dtype=torch.int32, device=DEVICE),
-        positions=torch.arange(seq.length, device=DEVICE),
         slot_mapping=torch.zeros(seq.length, dtype=torch.int64, device=DEVICE),
         block_table=seq.state_table,
-        cos_sin_cache=seq.cos_sin.to(DEVICE),
-        kv_cache=seq.rows,
-        k_cache_metadata=SimpleNamespace(slot_mapping=seq.slots(seq.rows_table, 256 // seq.ratio, seq.ratio)),
-        rms_norm_weight=seq.norm.to(DEVICE),
+    )
+    rows = SimpleNamespace(slot_mapping=seq.slots(seq.rows_table, 256 // seq.ratio, seq.ratio))
+    compressor = SimpleNamespace(
+        state_cache=SimpleNamespace(kv_cache=seq.state_cache, prefix="states"),
+        norm=SimpleNamespace(weight=seq.norm.to(DEVICE)),
         rms_norm_eps=EPS,
+    )
+    layer = SimpleNamespace(
+        full_cache=True,
+        prefix="rows",
+        kv_cache=seq.rows,
+        kv_scale=torch.tensor([KV_SCALE], device=DEVICE),
         compress_ratio=seq.ratio,
     )
+    positions = torch.arange(seq.length, device=DEVICE)
+    attention.compress(compressor, layer, positions, seq.cos_sin.to(DEVICE), {"states": state, "rows": rows})
 
 
 def check_compressor(ratio: int, dtype: torch.dtype) -> str:
