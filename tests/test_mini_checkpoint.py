@@ -237,7 +237,10 @@ def vllm_module():
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
         sys.path.insert(0, source)
     try:
-        return importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+        try:
+            return importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+        except ModuleNotFoundError:  # up to 0.21.0
+            return importlib.import_module("vllm.model_executor.models.deepseek_v4")
     except Exception as e:  # a missing vLLM fails in many ways
         pytest.skip(f"no vLLM with DeepSeek V4 ({type(e).__name__}: {e}); set VLLM_SOURCE")
 

@@ -12,6 +12,8 @@ if __name__ == "__main__":
         from dsv4_overlay_tools.cli import main
     elif command == "export":
         from dsv4_overlay_tools.maintain import export_main as main
+    elif command == "check-release":
+        from dsv4_overlay_tools.porting import check_release_main as main
     else:
         from dsv4_overlay_tools.maintain import check_main as main
     sys.exit(main(arguments, scripts.parent))

@@ -158,6 +158,22 @@ def archive(series: Series, release: str) -> Path:
     return place
 
 
+def unpinned(release: str) -> Path:
+    """The source archive of a release that nothing pins, to be looked at and not to be applied to.
+
+    Raises Refusal(download-failed).
+    """
+    folder = cache_dir() / "sdist"
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"vllm-{release}.tar.gz"
+    with _locked(folder):
+        if not place.is_file():
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                shutil.copy(_download(release, Path(temporary)), place.with_suffix(".new"))
+                os.replace(place.with_suffix(".new"), place)
+    return place
+
+
 def _unpack(source: Path, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         raise Refusal(

@@ -364,6 +364,15 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     return problems
 
 
+def upstream_sign(patch: Patch, pristine: dict[str, bytes]) -> str | None:
+    """The first path:line that matches the Upstream-Sign of `patch`: what it does is already there."""
+    if sign := patch.fields.get("Upstream-Sign"):
+        for path, data in sorted(pristine.items()):
+            if path.endswith(".py") and (match := re.search(sign.encode(), data, re.MULTILINE)):
+                return f"{path}:{data.count(10, 0, match.start()) + 1}"
+    return None
+
+
 def check(
     root: Path, folder: Path, get_pristine: Callable[[Series], dict[str, bytes]], *, served: bool
 ) -> tuple[list[str], list[tuple[str, int]]]:
@@ -390,6 +399,11 @@ def check(
         date = patch.fields.get("Last-Update", "").strip()
         if date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
             problems.append(f"{patch.name}: Last-Update is not a date like 2026-01-31")
+        try:
+            if signed := upstream_sign(patch, pristine):
+                problems.append(f"{patch.name}: Upstream-Sign is already in {signed}")
+        except re.error as error:
+            problems.append(f"{patch.name}: Upstream-Sign is not a regular expression ({error})")
         if not patch.diffs:
             problems.append(f"{patch.name} changes nothing")
         touched = {diff.path for diff in patch.diffs}
