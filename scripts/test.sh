@@ -19,6 +19,7 @@ if [ $# -gt 0 ]; then
 fi
 "$python" -m ruff check --quiet .
 scripts/check-series.sh
+scripts/support-matrix.sh --check
 run 0.22.1
 run 0.21.0 tests/glue tests/test_mini_checkpoint.py
 # The same files or the same lines as the release whose series they take.

@@ -1,0 +1,65 @@
+"""support-matrix.sh: the README's table of releases."""
+
+import json
+
+import pytest
+from dsv4_overlay_tools.matrix import END, START, matrix_main
+from smallworld import RELEASE, make_repo
+
+
+@pytest.fixture
+def repo(tmp_path):
+    repo = make_repo(tmp_path)
+    with (repo / f"patches/{RELEASE}/release.toml").open("a") as file:
+        file.write('\n[gpus]\nhopper = "served"\nblackwell = "refused"\n')
+    (repo / "README.md").write_text(f"before\n{START}old\n{END}after\n")
+    (repo / "benchmarks/results").mkdir(parents=True)
+    return repo
+
+
+def add_result(repo, name, **changes):
+    result = {"machine": {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE}}, "bars": [{"passed": True}]}
+    (repo / f"benchmarks/results/{name}.json").write_text(json.dumps(result | changes))
+
+
+def test_rows_of_every_release_served(repo):
+    assert matrix_main([], repo) == 0
+    text = (repo / "README.md").read_text()
+    assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
+    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in text
+
+
+def test_stale_with_every_new_fact(repo, capsys):
+    for change in (
+        lambda: None,
+        lambda: add_result(repo, "a"),
+        lambda: add_result(repo, "b", bars=[{"passed": True}, {"passed": False}, {"passed": None}]),
+        lambda: (repo / f"patches/{RELEASE}/series").write_text("config.patch\n"),
+    ):
+        change()
+        before = (repo / "README.md").read_bytes()
+        assert matrix_main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
+        assert (repo / "README.md").read_bytes() == before
+        assert matrix_main([], repo) == 0 and matrix_main(["--check"], repo) == 0
+    a, b = (f"[1 of {count} bars](benchmarks/results/{name}.json) on H200" for name, count in (("a", 1), ("b", 3)))
+    assert f"| served; {a}; {b} |" in (repo / "README.md").read_text()
+
+
+def test_results_that_are_no_evidence(repo):
+    assert matrix_main([], repo) == 0
+    (repo / "benchmarks/results/list.json").write_text("[]")
+    add_result(repo, "kernels", machine=None)
+    add_result(repo, "no_bars", bars=[])
+    add_result(repo, "other_release", machine={"gpus": ["NVIDIA H200"], "overlay": {"release": "0.1.0"}})
+    assert matrix_main(["--check"], repo) == 0
+
+
+@pytest.mark.parametrize("what", ["markers", "gpus"])
+def test_what_is_missing_is_named(repo, capsys, what):
+    if what == "markers":
+        (repo / "README.md").write_text("no table\n")
+    else:
+        pins = repo / f"patches/{RELEASE}/release.toml"
+        pins.write_text(pins.read_text().partition("[gpus]")[0])
+    assert matrix_main([], repo) == 1
+    assert {"markers": "lacks the lines", "gpus": "lacks 'gpus'"}[what] in capsys.readouterr().err
