@@ -123,7 +123,7 @@ def locked(root: Path, *, exclusive: bool, waiting: Callable[[], None]) -> Itera
 # ---------------------------------------------------------------- planning
 
 
-def _source_changed(root: Path, series: Series, diff: FileDiff, found: bytes) -> Refusal:
+def _source_changed(target: Target, diff: FileDiff, found: bytes) -> Refusal:
     line = None
     try:
         diff.apply(found)
@@ -133,14 +133,15 @@ def _source_changed(root: Path, series: Series, diff: FileDiff, found: bytes) ->
         where = f"first at line {line}"
     return Refusal(
         "source-changed",
-        f"{diff.path} is not the one of vLLM {series.release}: it differs {where}; restore it in "
-        f"{root} or use a pristine vLLM.",
+        f"{diff.path} is not the one of vLLM {target.release}: it differs {where}; restore it in "
+        f"{target.root} or use a pristine vLLM.",
         path=diff.path,
         line=line,
     )
 
 
-def _patched(root: Path, series: Series) -> list[Change]:
+def _patched(target: Target, series: Series) -> list[Change]:
+    root = target.root
     changes = []
     for patch, diff in series.pairs():
         real = resolve(root, diff.path)
@@ -156,12 +157,12 @@ def _patched(root: Path, series: Series) -> list[Change]:
         except OSError as error:
             raise Refusal(
                 "source-changed",
-                f"{diff.path} of vLLM {series.release} is not a file in {root} "
+                f"{diff.path} of vLLM {target.release} is not a file in {root} "
                 f"({error.strerror}); use a pristine vLLM.",
                 path=diff.path,
             ) from None
         if sha256(before) != series.files[diff.path]:
-            raise _source_changed(root, series, diff, before)
+            raise _source_changed(target, diff, before)
         try:
             after = diff.apply(before)
         except Mismatch as mismatch:
@@ -247,7 +248,7 @@ def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
     """
     root = target.root
     resolve(root, STATE_DIR)
-    changes = _patched(root, series)
+    changes = _patched(target, series)
     added, directories = _added(root, load_overlay(repo_root, series))
     changes = sorted(changes + added, key=lambda change: change.path)
     places: dict[Path, str] = {}
