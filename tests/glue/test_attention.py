@@ -266,3 +266,19 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
             for _ in range(2):
                 attention.attend(step.layer, q, torch.empty_like(q), step.metadata, compressed)
         assert len(built) == number * tables
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_warm_up_stores_nothing(ratio):
+    step = Step(ratio, BF16, ((130, 1),))
+    layer, compressor = step.layer, getattr(step, "compressor", None)
+    layer.num_heads, layer.head_dim, layer.swa_cache_layer.block_size = HEADS, 512, 64
+    if ratio == 4:
+        layer.topk_indices_buffer = torch.full((1024, 32), -1, dtype=torch.int32, device=DEVICE)
+    caches = [layer.swa_cache_layer.kv_cache, layer.kv_cache]
+    before = [cache.clone() for cache in caches]
+    rotary = SimpleNamespace(cos_sin_cache=step.cos_sin.to(DEVICE))
+    wrapper = SimpleNamespace(mla_attn=layer, rotary_emb=rotary, compressor=compressor, eps=EPS)
+    with override_forward_context(SimpleNamespace(additional_kwargs={})):
+        attention._warm_up_layer(wrapper, 1)
+    assert all(map(torch.equal, (c.view(torch.int16) for c in caches), (b.view(torch.int16) for b in before)))
