@@ -121,20 +121,23 @@ def test_the_references_round_to_nearest_even():
     assert exponent(torch.tensor([447, 448, 449, 896]).double(), 448).tolist() == [0, 0, 1, 1]
 
 
-class PackedCache:
-    """Pages of `fp8_ds_mla`: every row's 448 E4M3 and 64 BF16, then every row's 7 scales and a zero; padded.
+def packed_pages(count, rows, gap=0):
+    """Pages of `fp8_ds_mla`: 448 E4M3 and 64 BF16 of every row, 7 scales and a zero of every row, padding.
 
-    Bytes that hold no row are 0xFF, which is NaN in all three formats.
+    Filled with 0xFF, which is NaN in all three formats.
     """
+    return torch.full((count, math.ceil(rows * 584 / 576) * 576 + gap), 0xFF, dtype=torch.uint8)
 
-    def __init__(self, pages, rows, gap=0):
-        self.rows, self.stride = rows, math.ceil(rows * 584 / 576) * 576 + gap
-        self.bytes = torch.full((pages, self.stride), 0xFF, dtype=torch.uint8)
 
-    def write(self, slot, data, scales):
-        page, row = divmod(slot, self.rows)
-        self.bytes[page, row * 576 : (row + 1) * 576] = data
-        self.bytes[page, self.rows * 576 + row * 8 :][:8] = scales
+def as_rows(pages, rows):
+    """The shape and strides in which vLLM has them."""
+    return pages.as_strided((len(pages), rows, 584), (pages.stride(0), 584, 1), pages.storage_offset())
+
+
+def write_row(pages, rows, slot, data, scales):
+    page, row = pages[slot // rows], slot % rows
+    page[row * 576 :][:576] = data
+    page[rows * 576 + row * 8 :][:8] = scales
 
 
 def quantized(k):
@@ -147,26 +150,32 @@ def quantized(k):
     return torch.cat((codes, k[:, 448:].contiguous().view(torch.uint8)), 1), scales
 
 
+def unpacked(data, scales):
+    """What rows of those bytes mean, [n, 512] in float64."""
+    values = decode(data[:, :448], E4M3) * 2.0 ** (scales[:, :7].double() - 127).repeat_interleave(64, 1)
+    return torch.cat((values, data[:, 448:].contiguous().view(BF16).double()), 1)
+
+
 @pytest.mark.parametrize("page, gap", [(64, 0), (64, 640), (2, 0)], ids=["64", "64-gap", "2"])
 def test_quantize_and_insert_k_cache(page, gap):
     """Every byte of the cache; k has rows that have no slot, as with data parallelism."""
     gen = torch.Generator().manual_seed(page + gap)
-    cache = PackedCache(4, page, gap)
+    pages = packed_pages(4, page, gap)
     slots = [3 * page - 1, -1, 0, page - 1, page, page + 1, 2 * page - 1, 2 * page, -1]
     slots += [slot for slot in torch.randperm(4 * page, generator=gen).tolist() if slot not in slots][:40]
     k = rows(gen, len(slots) + 3, 512, limit=448, group=64)
-    buffer = cache.bytes.clone().to(DEVICE)
-    k_cache = buffer[:, : cache.stride - gap]
+    found = pages.to(DEVICE, copy=True)
+    k_cache = found[:, : pages.shape[1] - gap]
     ops.quantize_and_insert_k_cache(k.to(DEVICE), k_cache, torch.tensor(slots, device=DEVICE), page)
     for slot, data, scales in zip(slots, *quantized(k), strict=False):
         if slot >= 0:
-            cache.write(slot, data, scales)
-    assert torch.equal(buffer.cpu(), cache.bytes)
+            write_row(pages, page, slot, data, scales)
+    assert torch.equal(found.cpu(), pages)
 
 
 GATHERS = [
-    (64, 0, [0, 1, 63, 64, 65, 129], None),
-    (64, 37, [200, 127, 128, 66, 0], [129, 127, 1, 65, 0]),
+    (64, 0, [0, 1, 63, 64, 65], None),
+    (64, 37, [200, 127, 66, 128, 0], [129, 1, 65, 2, 0]),
     (2, 5, [0, 1, 2, 3, 65], None),
 ]
 
@@ -177,7 +186,7 @@ def test_dequantize_and_gather_k_cache(page, offset, lengths, gathers, implement
     gen = torch.Generator().manual_seed(page)
     width = math.ceil(max(lengths) / page) + 1
     blocks = torch.randperm(len(lengths) * width, generator=gen).view(-1, width)
-    cache = PackedCache(blocks.numel(), page)
+    pages = packed_pages(blocks.numel(), page)
     count = max(gathers or lengths)
     expected = torch.full((len(lengths), offset + count + 2, 512), float("nan"), dtype=BF16)
     out = expected.clone().to(DEVICE)
@@ -186,13 +195,12 @@ def test_dequantize_and_gather_k_cache(page, offset, lengths, gathers, implement
         for position in range(first, length):
             codes = torch.randint(0, 127, (448,), generator=gen) + 128 * torch.randint(0, 2, (448,), generator=gen)
             rope = torch.randn(64, generator=gen).to(BF16)
-            scales = torch.randint(100, 150, (7,), generator=gen)
             data = torch.cat((codes.to(torch.uint8), rope.view(torch.uint8)))
+            scales = torch.randint(100, 150, (8,), generator=gen).to(torch.uint8)
             slot = int(blocks[request, position // page]) * page + position % page
-            cache.write(slot, data, torch.cat((scales, scales[:1])).to(torch.uint8))
-            values = decode(codes, E4M3) * 2.0 ** (scales - 127).repeat_interleave(64)
-            expected[request, offset + position - first] = torch.cat((values.to(BF16), rope))
-    k_cache = cache.bytes.to(DEVICE).as_strided((len(cache.bytes), page, 584), (cache.stride, 584, 1))
+            write_row(pages, page, slot, data, scales)
+            expected[request, offset + position - first] = unpacked(data[None], scales[None])[0].to(BF16)
+    k_cache = as_rows(pages.to(DEVICE), page)
     ops.dequantize_and_gather_k_cache(
         out, k_cache, ints(lengths), gathers and ints(gathers), ints(blocks.tolist()), page, offset
     )
@@ -202,23 +210,20 @@ def test_dequantize_and_gather_k_cache(page, offset, lengths, gathers, implement
 def test_a_page_beyond_2_to_the_31_bytes(implementation, monkeypatch):
     """As many bytes lie before the cache: an offset that wraps reads or writes there, and not outside."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # nor touch all of it
-    stride = PackedCache(1, 64).stride
+    expected = packed_pages(1, 64)
+    stride = expected.shape[1]
     page = 2**31 // stride + 1
     storage = torch.empty(2**31 + (page + 1) * stride, dtype=torch.uint8, device=DEVICE)
-    k_cache = storage[2**31 :].as_strided((page + 1, 64, 584), (stride, 584, 1))
+    storage[-stride:] = 0xFF
+    k_cache = as_rows(storage[2**31 :].view(page + 1, stride), 64)
     k = rows(torch.Generator().manual_seed(0), 1, 512, limit=448, group=64)
-    expected = PackedCache(1, 64)
-    expected.write(5, *(part[0] for part in quantized(k)))
-    last = storage[-stride:]
-    last.fill_(0xFF)
-    slot = torch.tensor([page * 64 + 5], device=DEVICE)
-    ops.quantize_and_insert_k_cache(k.to(DEVICE), k_cache.view(torch.uint8), slot)
-    assert torch.equal(last.cpu(), expected.bytes[0])
+    data, scales = quantized(k)
+    write_row(expected, 64, 5, data[0], scales[0])
+    ops.quantize_and_insert_k_cache(k.to(DEVICE), k_cache, torch.tensor([page * 64 + 5], device=DEVICE))
+    assert torch.equal(storage[-stride:].cpu(), expected[0])
     out = torch.full((1, 1, 512), float("nan"), dtype=BF16, device=DEVICE)
     ops.dequantize_and_gather_k_cache(out, k_cache, ints([6]), ints([1]), ints([[page]]), 64, 0)
-    data, scales = quantized(k)
-    values = decode(data[0, :448], E4M3) * 2.0 ** (scales[0, :7].double() - 127).repeat_interleave(64)
-    assert torch.equal(out[0, 0].cpu(), torch.cat((values.to(BF16), k[0, 448:])))
+    assert torch.equal(out[0].cpu(), unpacked(data, scales).to(BF16))
 
 
 @pytest.mark.parametrize("page, topk", [(64, 512), (64, 1025), (2, 640)])

@@ -159,10 +159,23 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     assert not answer["cuda_initialized"]
 
 
-def test_flashmla_by_name(answers):
+def test_flashmla_by_name(answers, stock_answers):
+    """The layers, their caches and allocations are those of a stock vLLM that was asked for no backend."""
     answer = answers["mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"]
     assert answer["layers"]["backend"] == "DeepseekV4FlashMLASparseBackend"
-    assert answer["layers"]["specs"] == answers["mini", "--kv-cache-dtype=fp8"]["layers"]["specs"]
+    assert answer["layers"] == stock_answers["mini", "--kv-cache-dtype=fp8"]["layers"]
+
+
+def test_flashmla_is_not_touched(applied):
+    """Neither its implementation, its metadata and its kernels, nor the operators that it stands on."""
+    record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
+    changed = [file["path"] for file in record["files"]]
+    parts = ["v1/attention/backends/mla", "v1/attention/ops", "third_party/flashmla"]
+    if (applied / "vllm/models/deepseek_v4").is_dir():  # from 0.22.0 on
+        parts += ["models/deepseek_v4/nvidia", "models/deepseek_v4/common"]
+    for part in parts:
+        assert (applied / "vllm" / part).is_dir()
+        assert not [path for path in changed if path.startswith(f"vllm/{part}/")]
 
 
 @pytest.mark.parametrize(
