@@ -163,7 +163,8 @@ def test_quantize_and_insert_k_cache(page, gap):
     pages = packed_pages(4, page, gap)
     slots = [3 * page - 1, -1, 0, page - 1, page, page + 1, 2 * page - 1, 2 * page, -1]
     slots += [slot for slot in torch.randperm(4 * page, generator=gen).tolist() if slot not in slots][:40]
-    k = rows(gen, len(slots) + 3, 512, limit=448, group=64)
+    # On a GPU Triton's division may be a bit off, and 448 then gets the next scale: stay on this side of it.
+    k = rows(gen, len(slots) + 3, 512, limit=446 if GPU else 448, group=64)
     found = pages.to(DEVICE, copy=True)
     k_cache = found[:, : pages.shape[1] - gap]
     ops.quantize_and_insert_k_cache(k.to(DEVICE), k_cache, torch.tensor(slots, device=DEVICE), page)
@@ -311,10 +312,10 @@ def test_fused_inv_rope_fp8_quant(tokens, groups, heads, packed):
         assert torch.equal(everything[:tokens].view(e.shape), 2.0 ** e.float())
 
 
-def indexer(implementation, use_fp4):
+def indexer(implementation, tokens, use_fp4):
     """One call, with what it was made of: q [tokens, heads, 128] in float64 with RoPE, and its error."""
     gen = torch.Generator().manual_seed(0)
-    tokens, heads = 530 if implementation == "cutedsl" else 9, 8
+    heads = 64 if GPU else 8
     q = rows(gen, tokens, heads + 2, 128, limit=6 if use_fp4 else 448, group=32 if use_fp4 else 128)
     q = q[:, :heads].contiguous() if implementation == "cutedsl" else q[:, :heads]
     weights = torch.randn(tokens, heads, generator=gen).to(BF16)
@@ -326,13 +327,17 @@ def indexer(implementation, use_fp4):
     return found, weights_out.cpu().double(), x, error, weights.double() * 128**-0.5 * 64**-0.5
 
 
+TOKENS = [9, 530] if GPU else [9]  # the CuTe DSL kernels take four heads at once from 512 tokens
+
+
 def to_bf16(x):
     return x.to(BF16).double()
 
 
-def test_fused_indexer_q_rope_quant_fp8(implementation):
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fused_indexer_q_rope_quant_fp8(tokens, implementation):
     """One scale a head, which goes into the weight; RoPE rounds to BF16 first."""
-    codes, weights, x, error, expected = indexer(implementation, use_fp4=False)
+    codes, weights, x, error, expected = indexer(implementation, tokens, use_fp4=False)
     e = exponent(to_bf16(x).abs().amax(-1).clamp(min=1e-4), 448)
     check_codes(codes.cpu().view(torch.uint8), x, error, 2.0 ** e[..., None], E4M3, rounded=to_bf16)
     torch.testing.assert_close(weights, expected * 2.0**e, rtol=2.0**-21, atol=0)
@@ -346,12 +351,13 @@ def e2m1x2(self, asm, constraints, values, *rest):
     return SimpleNamespace(get_result=lambda _: packed)
 
 
-def test_fused_indexer_q_rope_quant_mxfp4(implementation, monkeypatch):
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fused_indexer_q_rope_quant_mxfp4(tokens, implementation, monkeypatch):
     """A scale for 32 values, four of them in an int32; the first of two values is the low nibble."""
     if GPU and torch.cuda.get_device_capability() < (10, 0):
         pytest.skip("E2M1 conversion needs a Blackwell GPU")
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", e2m1x2)
-    (packed, scales), weights, x, error, expected = indexer(implementation, use_fp4=True)
+    (packed, scales), weights, x, error, expected = indexer(implementation, tokens, use_fp4=True)
     x, error = (part.unflatten(-1, (4, 32)) for part in (x, error))
     e = exponent(to_bf16(x).abs().amax(-1).clamp(min=6 * 2.0**-126), 6)
     codes = torch.stack((packed.cpu() % 16, packed.cpu() // 16), -1).view(x.shape)

@@ -30,7 +30,8 @@ _NUM_WARPS = 4
 _MAX_ROWS_PER_STEP = 16
 
 
-@triton.jit
+# Wide as the longest sequence allows: warm-up does not know it.
+@triton.jit(do_not_specialize=["block_table_stride"])
 def _compress_kernel(
     state_cache,
     state_block_stride,

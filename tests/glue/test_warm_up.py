@@ -1,0 +1,75 @@
+"""What `warm_up` launches is all that a step launches: nothing is left to compile while requests wait."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_attention import BF16, E4M3, EPS, HEADS, MIXED, Step
+from triton.runtime.interpreter import InterpretedFunction
+from vllm.dsv4_overlay import attention
+from vllm.forward_context import override_forward_context
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
+
+
+def specialization(value, exact, plain):
+    """What of an argument selects a compiled kernel; see `triton.jit`."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if exact or not isinstance(value, int):
+        return None if isinstance(value, float) and not exact else value
+    return None if plain else (value == 1, value % 16 == 0, value < 2**31)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every kernel launch from here on, as what would have to be compiled for it; nothing runs."""
+    found = set()
+
+    def record(self, *args, grid, warmup, **options):
+        arguments = dict(zip(self.arg_names, args, strict=False)) | options
+        annotations, plain = self.fn.__annotations__, self.kwargs.get("do_not_specialize") or ()
+        key = {
+            name: specialization(value, name in annotations or name not in self.arg_names, name in plain)
+            for name, value in arguments.items()
+        }
+        found.add((self.__name__, *sorted(key.items(), key=str)))
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_warm_up_compiles_all(ratio, dtype, launches, monkeypatch):
+    for requests, padding in ((MIXED, 2), (((150, 1), (255, 1)), 0), (((300, 1),), 1)):
+        step = Step(ratio, dtype, requests, padding)
+        step.run()
+    needed = set(launches)
+    launches.clear()
+
+    layer = step.layer
+    vars(layer).update(num_heads=HEADS, head_dim=512)
+    layer.swa_cache_layer.block_size = 64
+    wrapper = SimpleNamespace(
+        mla_attn=layer,
+        compress_ratio=ratio,
+        compressor=None,
+        rotary_emb=SimpleNamespace(cos_sin_cache=step.cos_sin),
+        eps=EPS,
+    )
+    if ratio > 1:
+        wrapper.compressor = SimpleNamespace(
+            state_cache=SimpleNamespace(kv_cache=step.compress_arguments["state_cache"]),
+            norm=SimpleNamespace(weight=step.compress_arguments["rms_norm_weight"]),
+        )
+    other = SimpleNamespace(mla_attn=SimpleNamespace())
+    context = {"layer": layer, "outer": wrapper, "again": wrapper, "other": other}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    monkeypatch.setattr(
+        attention, "set_forward_context",
+        lambda *_: override_forward_context(SimpleNamespace(additional_kwargs={})),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    attention.warm_up(SimpleNamespace(vllm_config=config))
+    assert needed <= launches
