@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import build_c128a_topk_meta
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 # (tokens before this step, tokens of it): two decodes, then more prefill chunks than FlashMLA's way takes at once.
-MIXED = ((150, 1), (255, 1), (126, 3), (0, 5), (62, 2), (2, 2), (3, 2))
+MIXED = ((150, 1), (255, 1), (129, 3), (0, 5), (62, 2), (2, 2), (3, 2))
 TOPK = 128  # FlashMLA takes multiples of 128
 
 

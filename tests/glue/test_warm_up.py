@@ -14,11 +14,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Tr
 
 def specialization(value, exact, plain):
     """What of an argument selects a compiled kernel; see `triton.jit`."""
+    if exact or value is None:
+        return value
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    if exact or not isinstance(value, int):
-        return None if isinstance(value, float) and not exact else value
-    return None if plain else (value == 1, value % 16 == 0, value < 2**31)
+    if plain or isinstance(value, float):
+        return type(value)
+    return value == 1, value % 16 == 0, value < 2**31
 
 
 @pytest.fixture
