@@ -13,9 +13,14 @@ import torch
 import triton.language as tl
 import vllm.third_party.dsv4_kernels  # noqa: F401  makes Triton's interpreter round as the hardware does
 from triton.runtime import interpreter
-from vllm.models.deepseek_v4.common import ops
-from vllm.models.deepseek_v4.common.ops import cache_utils, fused_indexer_q
 from vllm.utils.import_utils import has_cutedsl
+
+try:
+    from vllm.models.deepseek_v4.common import ops
+    from vllm.models.deepseek_v4.common.ops import cache_utils, fused_indexer_q
+except ModuleNotFoundError:  # up to 0.21.0
+    from vllm.v1.attention.ops import deepseek_v4_ops as ops
+    from vllm.v1.attention.ops.deepseek_v4_ops import cache_utils, fused_indexer_q
 
 BF16 = torch.bfloat16
 GPU = torch.cuda.is_available()
@@ -41,8 +46,8 @@ def implementation(request, monkeypatch):
     cutedsl = request.param == "cutedsl"
     if cutedsl and not (GPU and has_cutedsl()):
         pytest.skip("needs a GPU and cutlass")
-    for module in (cache_utils, fused_indexer_q):
-        monkeypatch.setattr(module, "has_cutedsl", lambda: cutedsl)
+    for module in (cache_utils, fused_indexer_q):  # in 0.21.0 cache_utils has Triton alone
+        monkeypatch.setattr(module, "has_cutedsl", lambda: cutedsl, raising=module is fused_indexer_q)
     return request.param
 
 

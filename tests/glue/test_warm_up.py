@@ -56,15 +56,10 @@ def test_warm_up_compiles_all(ratio, dtype, launches, monkeypatch):
     wrapper = SimpleNamespace(
         mla_attn=layer,
         compress_ratio=ratio,
-        compressor=None,
+        compressor=getattr(step, "compressor", None),
         rotary_emb=SimpleNamespace(cos_sin_cache=step.cos_sin),
         eps=EPS,
     )
-    if ratio > 1:
-        wrapper.compressor = SimpleNamespace(
-            state_cache=SimpleNamespace(kv_cache=step.compress_arguments["state_cache"]),
-            norm=SimpleNamespace(weight=step.compress_arguments["rms_norm_weight"]),
-        )
     other = SimpleNamespace(mla_attn=SimpleNamespace())
     context = {"layer": layer, "outer": wrapper, "again": wrapper, "other": other}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
