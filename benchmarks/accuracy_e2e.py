@@ -33,20 +33,28 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from e2e import (
+    MIN_PROB,
+    child_environment,
+    compare_full,
+    full_rows,
+    log,
+    machine,
+    make_prompts,
+    positions,
+    run_child,
+    summary,
+    tail,
+)
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 # Without torch.compile, so that a difference from the eager run is the graphs' own.
@@ -85,68 +93,9 @@ PAIRS = [
 PROMPT_LENGTHS = [1, 7, 127, 128, 129, 300, 3000, 8192]
 FULL_PROMPT_LOGPROBS = 512  # longer prompts report their PROMPT_TOP most likely tokens
 PROMPT_TOP = 64
-MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
 
 
 # ---------------------------------------------------------------- the run, in its own process
-def __getattr__(name: str) -> Any:
-    """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
-    if name != "ForcedTokens":
-        raise AttributeError(name)
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-    class ForcedTokens(AdapterLogitsProcessor):
-        """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def new_req_logits_processor(self, params: Any) -> Any:
-            forced = (params.extra_args or {}).get("forced")
-            if not forced:
-                return None
-
-            def force(output_ids: list[int], logits: Any) -> Any:
-                token = forced[min(len(output_ids), len(forced) - 1)]
-                logits.fill_(float("-inf"))
-                logits[token] = 0.0
-                return logits
-
-            return force
-
-    globals()["ForcedTokens"] = ForcedTokens
-    return ForcedTokens
-
-
-def log(message: str) -> None:
-    print(f"[accuracy_e2e {time.strftime('%H:%M:%S')}] {message}", flush=True)
-
-
-def positions(logprobs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(token ids, log-probabilities) of each position, from either of vLLM's containers."""
-    if hasattr(logprobs, "start_indices"):
-        ids = np.asarray(logprobs.token_ids, dtype=np.int64)
-        values = np.asarray(logprobs.logprobs, dtype=np.float32)
-        spans = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
-        return [(ids[a:b], values[a:b]) for a, b in spans]
-    out = []
-    for one in logprobs:
-        one = one or {}
-        ids = np.fromiter(one.keys(), dtype=np.int64, count=len(one))
-        out.append((ids, np.array([v.logprob for v in one.values()], dtype=np.float32)))
-    return out
-
-
-def full_rows(entries: list[tuple[np.ndarray, np.ndarray]], vocab: int) -> np.ndarray:
-    rows = np.full((len(entries), vocab), np.nan, dtype=np.float32)
-    for row, (ids, values) in zip(rows, entries, strict=True):
-        row[ids] = values
-    missing = int(np.isnan(rows).sum())
-    if missing:
-        raise RuntimeError(f"{missing} log-probabilities missing: not the full vocabulary")
-    return rows
-
-
 def child(job: dict[str, Any]) -> None:
     """One run: generate, check the forced tokens, write the arrays."""
     start = time.perf_counter()
@@ -171,7 +120,7 @@ def child(job: dict[str, Any]) -> None:
         seed=0,
         max_logprobs=-1,
         logprobs_mode="raw_logprobs",
-        logits_processors=[f"{Path(__file__).stem}:ForcedTokens"],
+        logits_processors=["e2e:ForcedTokens"],
     )
     if spec["backend"]:
         kwargs["attention_backend"] = spec["backend"]
@@ -256,26 +205,6 @@ def child(job: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- the parent
-def make_prompts(lengths: list[int], vocab: int, seed: int) -> list[list[int]]:
-    """Zipf-distributed tokens; a third of the text repeats earlier spans."""
-    prompts = []
-    for n in lengths:
-        r = np.random.Generator(np.random.Philox(key=[seed, n]))
-        names = np.arange(16, vocab)
-        weights = 1.0 / (np.arange(len(names)) + 10.0)
-        names = r.permutation(names)
-        text: list[int] = []
-        while len(text) < n:
-            if len(text) >= 32 and r.random() < 1 / 3:
-                length = int(r.integers(8, 65))
-                at = int(r.integers(0, len(text) - 8))
-                text += text[at : at + length]
-            else:
-                text += r.choice(names, size=36, p=weights / weights.sum()).tolist()
-        prompts.append([int(t) for t in text[:n]])
-    return prompts
-
-
 def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -289,61 +218,25 @@ def read_result(path: Path, key: str) -> dict[str, Any] | None:
     return data if data.get("key") == key else None
 
 
-def tail(path: Path, lines: int = 60) -> str:
-    if not path.exists():
-        return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-
-
 def start_run(name: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Run one configuration; {"ok", "seconds", ...}."""
     spec = job["spec"]
-    env = dict(os.environ)
-    env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # requests arrive together: equal schedules
-    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner takes no custom logits processors
-    env.pop("VLLM_DSV4_PROVIDER", None)
+    env = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")  # requests arrive together: equal schedules
     if args.provider and spec["backend"]:
         env["VLLM_DSV4_PROVIDER"] = args.provider
     env.update(spec.get("env", {}))
-    here = str(Path(__file__).resolve().parent)
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)
     job_file = args.work / f"{name}.job.json"
     job_file.write_text(json.dumps(job))
     log_file = args.work / f"{name}.log"
     command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
     log(f"{name}: starting ({spec}); log in {log_file}")
-    start = time.perf_counter()
-    with log_file.open("w") as f:
-        process = subprocess.Popen(
-            command, stdout=f, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-        try:
-            status: Any = process.wait(timeout=args.timeout)
-        except BaseException as e:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(e, subprocess.TimeoutExpired):
-                raise
-            status = f"timeout after {args.timeout} s"
-    seconds = round(time.perf_counter() - start, 1)
+    status, seconds = run_child(command, log_file, env, args.timeout)
     if status == 0 and read_result(Path(job["out"]), job["key"]):
         log(f"{name}: done in {seconds} s")
         return {"ok": True, "seconds": seconds}
     error = tail(log_file)
     log(f"{name}: FAILED ({status}) after {seconds} s; the log ends:\n{error}")
     return {"ok": False, "seconds": seconds, "status": str(status), "error": error}
-
-
-def compare_full(ref: np.ndarray, run: np.ndarray) -> dict[str, np.ndarray]:
-    a, b = ref.astype(np.float64), run.astype(np.float64)
-    p = np.exp(a)
-    diff = np.abs(a - b)
-    return {
-        "kl": (p * (a - b)).sum(-1),
-        "diff": np.where(p > MIN_PROB, diff, 0).max(-1),
-        "top1": a.argmax(-1) == b.argmax(-1),
-    }
 
 
 def compare_top(
@@ -361,20 +254,6 @@ def compare_top(
         diff.append(np.abs(x - y)[likely].max(initial=0.0))
         top1.append(ia[a.argmax()] == ib[b.argmax()])
     return {"kl": np.array(kl), "diff": np.array(diff), "top1": np.array(top1)}
-
-
-def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, Any] | None:
-    if not parts:
-        return None
-    kl, diff, top1 = (np.concatenate([p[k] for p in parts]) for k in ("kl", "diff", "top1"))
-    return {
-        "positions": len(kl),
-        "kl_mean": float(kl.mean()),
-        "kl_max": float(kl.max()),
-        "logprob_diff_max": float(diff.max()),
-        "top1": float(top1.mean()),
-        "top1_misses": int((~top1).sum()),
-    }
 
 
 def compare(ref: Any, run: Any, lengths: list[int]) -> dict[str, Any]:
@@ -450,28 +329,6 @@ def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
             kl = value(f"{run}|{run}_graph", part, "kl_mean")
             add(f"{part}: KL({run}|{run}_graph) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
     return rows
-
-
-def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-        found["gpus"] = done.stdout.strip().splitlines()
-    except (OSError, subprocess.SubprocessError) as e:
-        found["gpus"] = f"unknown: {e}"
-    versions = {}
-    for package in ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    found["versions"] = versions
-    spec = importlib.util.find_spec("vllm")
-    if spec and spec.submodule_search_locations:
-        record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
-        found["overlay"] = json.loads(record.read_text()) if record.exists() else None
-    return found
 
 
 def table(comparisons: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ import vllm.platforms as platforms  # noqa: E402
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 
-CAPABILITY = DeviceCapability(*map(int, sys.argv[1].split(".")))
+CAPABILITY = DeviceCapability(*map(int, (sys.argv[1] if __name__ == "__main__" else "9.0").split(".")))
 NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: CAPABILITY)
 NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
 NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
@@ -132,5 +132,6 @@ def run(arguments):
     return result
 
 
-answers = [run(arguments) for arguments in json.load(sys.stdin)]
-print("\n" + json.dumps(answers))
+if __name__ == "__main__":
+    answers = [run(arguments) for arguments in json.load(sys.stdin)]
+    print("\n" + json.dumps(answers))

@@ -1,0 +1,199 @@
+"""What the scripts share that start vLLM: prompts, child processes, forced continuations, comparison, provenance.
+
+The parent process imports neither torch nor vLLM, so that the GPU is free and its memory is the child's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
+
+
+LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
+
+
+def log(message: str) -> None:
+    print(f"{LOG_PREFIX}{time.strftime('%H:%M:%S')}] {message}", flush=True)
+
+
+def tail(path: Path, lines: int = 60) -> str:
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment of a process that runs vLLM on behalf of a script in this folder."""
+    env = dict(os.environ)
+    env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
+    env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # NVLink multicast: not there on every virtual machine
+    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner takes no custom logits processors
+    env.pop("VLLM_DSV4_PROVIDER", None)
+    here = str(Path(__file__).resolve().parent)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)
+    return env | changes
+
+
+def run_child(command: list[str], log_file: Path, env: dict[str, str], timeout: float) -> tuple[Any, float]:
+    """Run to the end or to the timeout, with all its processes, showing its `log` lines meanwhile.
+
+    Returns the exit status (or words) and the seconds.
+    """
+    start = time.perf_counter()
+    with log_file.open("w") as f, log_file.open(errors="replace") as lines:
+        process = subprocess.Popen(
+            command, stdout=f, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        status: Any = None
+        try:
+            while status is None:
+                if time.perf_counter() - start > timeout:
+                    status = f"timeout after {timeout} s"
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(timeout=2)
+                for line in lines:
+                    if line.startswith(LOG_PREFIX):
+                        print("   ", line, end="", flush=True)
+        finally:  # also the workers that a crashed engine leaves behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, round(time.perf_counter() - start, 1)
+
+
+def make_prompts(lengths: list[int], vocab: int, seed: int) -> list[list[int]]:
+    """Zipf-distributed tokens; a third of the text repeats earlier spans."""
+    prompts = []
+    for n in lengths:
+        r = np.random.Generator(np.random.Philox(key=[seed, n]))
+        names = np.arange(16, vocab)
+        weights = 1.0 / (np.arange(len(names)) + 10.0)
+        names = r.permutation(names)
+        text: list[int] = []
+        while len(text) < n:
+            if len(text) >= 32 and r.random() < 1 / 3:
+                length = int(r.integers(8, 65))
+                at = int(r.integers(0, len(text) - 8))
+                text += text[at : at + length]
+            else:
+                text += r.choice(names, size=36, p=weights / weights.sum()).tolist()
+        prompts.append([int(t) for t in text[:n]])
+    return prompts
+
+
+# ---------------------------------------------------------------- in the child
+def __getattr__(name: str) -> Any:
+    """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
+    if name != "ForcedTokens":
+        raise AttributeError(name)
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class ForcedTokens(AdapterLogitsProcessor):
+        """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            forced = (params.extra_args or {}).get("forced")
+            if not forced:
+                return None
+
+            def force(output_ids: list[int], logits: Any) -> Any:
+                token = forced[min(len(output_ids), len(forced) - 1)]
+                logits.fill_(float("-inf"))
+                logits[token] = 0.0
+                return logits
+
+            return force
+
+    globals()["ForcedTokens"] = ForcedTokens
+    return ForcedTokens
+
+
+def positions(logprobs: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(token ids, log-probabilities) of each position, from either of vLLM's containers."""
+    if hasattr(logprobs, "start_indices"):
+        ids = np.asarray(logprobs.token_ids, dtype=np.int64)
+        values = np.asarray(logprobs.logprobs, dtype=np.float32)
+        spans = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+        return [(ids[a:b], values[a:b]) for a, b in spans]
+    out = []
+    for one in logprobs:
+        one = one or {}
+        ids = np.fromiter(one.keys(), dtype=np.int64, count=len(one))
+        out.append((ids, np.array([v.logprob for v in one.values()], dtype=np.float32)))
+    return out
+
+
+def full_rows(entries: list[tuple[np.ndarray, np.ndarray]], vocab: int) -> np.ndarray:
+    rows = np.full((len(entries), vocab), np.nan, dtype=np.float32)
+    for row, (ids, values) in zip(rows, entries, strict=True):
+        row[ids] = values
+    missing = int(np.isnan(rows).sum())
+    if missing:
+        raise RuntimeError(f"{missing} log-probabilities missing: not the full vocabulary")
+    return rows
+
+
+# ---------------------------------------------------------------- comparison
+def compare_full(ref: np.ndarray, run: np.ndarray) -> dict[str, np.ndarray]:
+    a, b = ref.astype(np.float64), run.astype(np.float64)
+    p = np.exp(a)
+    diff = np.abs(a - b)
+    return {
+        "kl": (p * (a - b)).sum(-1),
+        "diff": np.where(p > MIN_PROB, diff, 0).max(-1),
+        "top1": a.argmax(-1) == b.argmax(-1),
+    }
+
+
+def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    kl, diff, top1 = (np.concatenate([p[k] for p in parts]) for k in ("kl", "diff", "top1"))
+    return {
+        "positions": len(kl),
+        "kl_mean": float(kl.mean()),
+        "kl_max": float(kl.max()),
+        "logprob_diff_max": float(diff.max()),
+        "top1": float(top1.mean()),
+        "top1_misses": int((~top1).sum()),
+    }
+
+
+def machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        found["gpus"] = done.stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError) as e:
+        found["gpus"] = f"unknown: {e}"
+    versions = {}
+    for package in ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    found["versions"] = versions
+    spec = importlib.util.find_spec("vllm")
+    if spec and spec.submodule_search_locations:
+        record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
+        found["overlay"] = json.loads(record.read_text()) if record.exists() else None
+    return found

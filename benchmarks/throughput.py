@@ -1,0 +1,343 @@
+#!/usr/bin/env python3
+"""Tokens a second of a whole DeepSeek V4 model, by attention backend, with vLLM's offline `LLM`.
+
+    python benchmarks/throughput.py --model /tmp/mini-v4 --out mini.json         # a checkpoint
+    python benchmarks/throughput.py --model flash --tp 4 --out flash.json        # V4-Flash's shape, dummy weights
+
+Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
+`--runs flashmla` and later `--runs fp8,bf16` fill the same file. Runs:
+
+    flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla
+    fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
+
+Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
+batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by full CUDA
+graphs), then requests are aborted down to the next smaller batch. If FlashMLA's prefill would need more than
+--fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304 tokens, from
+where on the top-k of 512 is full.
+
+`flash` has 43 layers, 256 MXFP4 experts and V4-Flash's sizes. Dummy weights are near zero, so that a router would
+send every token to the same six experts: here all layers route by token id (`num_hash_layers` 43), and tokens are
+sampled at temperature 1 from what is then a flat distribution. Matrix products of zeros draw less power than real
+ones, for all backends alike.
+
+What keeps start-up short: no torch.compile (mode 0), graphs for the measured batches only, --kv-gib instead of
+profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, dummy weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from e2e import child_environment, log, machine, run_child, tail
+
+BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
+RUNS = {
+    "flashmla": {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"},
+    "fp8": {"attention_backend": BACKEND, "kv_cache_dtype": "fp8_per_tensor"},
+    "bf16": {"attention_backend": BACKEND, "kv_cache_dtype": "bfloat16"},
+}
+PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
+WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
+LEAST_CONTEXT = 2304
+# Lines of vLLM's log that the results keep.
+REPORTS = re.compile(
+    r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
+    r"Warm-up of the full-width|sparse_mla provider|MoE backend|JIT compilation during inference|[Pp]reempt"
+)
+
+
+def flash_config() -> dict[str, Any]:
+    """config.json of V4-Flash's shape, routed by hash in every layer."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    from make_mini_checkpoint import Shape, model_config
+
+    shape = Shape(
+        layers=43,
+        compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0),
+        hash_layers=43,
+        experts=256,
+        moe_intermediate=2048,
+        vocab=129280,
+        fp8_wo_b=True,
+    )
+    return model_config(shape) | {"expert_dtype": "fp4"}
+
+
+def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `LLM`."""
+    batches = job["batches"]
+    graphs = {"cudagraph_capture_sizes": sorted(batches)}
+    if not job["compiled"]:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return dict(
+        model=job["model"],
+        load_format="auto" if job["weights"] else "dummy",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=job["tp"],
+        disable_custom_all_reduce=job["no_custom_all_reduce"],
+        block_size=256,
+        max_model_len=job["max_model_len"],
+        max_num_batched_tokens=job["batch_tokens"],
+        max_num_seqs=max(*batches, PREFILL_PROMPTS),
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=job["kv_gib"] << 30,
+        enable_flashinfer_autotune=False,
+        compilation_config=graphs,
+        seed=0,
+        **RUNS[job["run"]],
+    )
+
+
+def child(job: dict[str, Any]) -> None:
+    """One run; writes what it has to job["out"] after every measurement."""
+    start = time.perf_counter()
+    from vllm import LLM, SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    result: dict[str, Any] = {"prefill": {}, "decode": {}}
+
+    def save(**more: Any) -> None:
+        result.update(more)
+        Path(job["out"]).write_text(json.dumps(result))
+
+    arguments = engine_arguments(job)
+    log(f"LLM({arguments})")
+    llm = LLM(**arguments)
+    engine = llm.llm_engine
+    cache = engine.vllm_config.cache_config
+    save(seconds_start=round(time.perf_counter() - start, 1), gpu_blocks=cache.num_gpu_blocks)
+    log(f"started in {result['seconds_start']} s")
+    rng = np.random.default_rng(0)
+    sent = 0
+
+    def submit(count: int, length: int, max_tokens: int) -> list[str]:
+        nonlocal sent
+        names = [str(sent + i) for i in range(count)]
+        sent += count
+        for name in names:
+            params = SamplingParams(
+                temperature=1.0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            tokens = rng.integers(16, job["vocab"], length).tolist()
+            engine.add_request(name, tokens_input(tokens), params)
+        return names
+
+    def step() -> dict[str, int]:
+        """New tokens by request; a request that ends too early would be missed by the timing."""
+        return {o.request_id: len(o.outputs[0].token_ids) for o in engine.step() if o.outputs}
+
+    rates = []
+    for repeat in range(1 + PREFILL_REPEATS):
+        begin = time.perf_counter()
+        waiting = set(submit(PREFILL_PROMPTS, PREFILL_LENGTH, 1))
+        while waiting:
+            waiting -= step().keys()
+        rate = PREFILL_PROMPTS * PREFILL_LENGTH / (time.perf_counter() - begin)
+        log(f"prefill {repeat}: {rate:.0f} tokens/s")
+        if repeat:
+            rates.append(rate)
+            save(prefill={"tokens_per_second": statistics.median(rates), "all": rates})
+
+    most = max(job["batches"])
+    context = job["context"]
+    if not job["context_is_fixed"]:
+        affordable = int(job["fill_seconds"] * result["prefill"]["tokens_per_second"] / most)
+        context = min(context, max(LEAST_CONTEXT, affordable // 256 * 256))
+    save(context=context)
+    log(f"filling {most} x {context} tokens")
+    begin = time.perf_counter()
+    running = submit(most, context, job["decode_tokens"])
+    waiting = set(running)
+    while waiting:
+        waiting -= step().keys()
+    save(seconds_fill=round(time.perf_counter() - begin, 1))
+    log(f"filled in {result['seconds_fill']} s")
+    for batch in sorted(job["batches"], reverse=True):
+        engine.abort_request(running[batch:])
+        running = running[:batch]
+
+        def tokens_of(steps: int, batch: int = batch) -> int:
+            done = 0
+            while done < steps * batch:
+                done += sum(step().values())
+                if not engine.has_unfinished_requests():
+                    raise RuntimeError(f"requests ended before batch {batch} was measured")
+            return done
+
+        tokens_of(WARM_STEPS)
+        rates = []
+        for _ in range(WINDOWS):
+            begin = time.perf_counter()
+            tokens = tokens_of(WINDOW_STEPS)
+            rates.append(tokens / (time.perf_counter() - begin))
+        if engine.get_num_unfinished_requests() != batch:
+            raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests are left of {batch}")
+        rate = statistics.median(rates)
+        result["decode"][str(batch)] = {"tokens_per_second": rate, "all": rates, "ms_per_step": 1e3 * batch / rate}
+        save()
+        log(f"decode {batch}: {rate:.0f} tokens/s, {1e3 * batch / rate:.2f} ms a step")
+    engine.abort_request(running)
+    save(done=True)
+
+
+def collect(job: dict[str, Any], log_file: Path, status: Any, seconds: float) -> dict[str, Any]:
+    """What a run left, whether it ended or not."""
+    out = Path(job["out"])
+    result = json.loads(out.read_text()) if out.exists() else {}
+    result |= {"ok": status == 0 and result.get("done", False), "status": str(status), "seconds": seconds}
+    lines = log_file.read_text(errors="replace").splitlines()
+    result["vllm_reports"] = [re.sub(r"^.*?\] ", "", x)[:200] for x in lines if REPORTS.search(x)]
+    size = re.search(r"GPU KV cache size: ([\d,]+) tokens", "\n".join(lines))
+    if size:
+        tokens = int(size[1].replace(",", ""))
+        capacity = {"gib": job["kv_gib"], "tokens": tokens, "tokens_per_gib": tokens // job["kv_gib"]}
+        result["kv_cache"] = capacity | {"max_model_len": job["max_model_len"]}
+    return result
+
+
+def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], str]:
+    """(ratios over FlashMLA, a table)."""
+    head = ["prefill", *(f"decode {b}" for b in batches)]
+    rates = {
+        name: [(r.get("prefill") or {}).get("tokens_per_second")]
+        + [(r.get("decode", {}).get(str(b)) or {}).get("tokens_per_second") for b in batches]
+        for name, r in runs.items()
+    }
+    base = rates.get("flashmla", [])
+    ratios: dict[str, Any] = {}
+    lines = [f"{'tokens/s':10s}" + "".join(f"{h:>18s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
+    for name, values in rates.items():
+        cells = []
+        for title, value, other in zip(head, values, base or [None] * len(values), strict=True):
+            text = "-" if value is None else f"{value:.0f}"
+            if value and other and name != "flashmla":
+                ratios.setdefault(name, {})[title] = round(value / other, 3)
+                text += f" ({value / other:.2f})"
+            cells.append(f"{text:>18s}")
+        kv = runs[name].get("kv_cache", {}).get("tokens_per_gib", "-")
+        lines.append(f"{name:10s}" + "".join(cells) + f"{kv:>16}")
+    return ratios, "\n".join(lines)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a checkpoint's folder, or: flash")
+    parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
+    parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
+    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated; flashmla goes first")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--batches", default="1,16,64,128")
+    parser.add_argument("--context", type=int, default=8192, help="tokens a decoding request starts from")
+    parser.add_argument("--fill-seconds", type=float, default=45, help="prefill time that a context may cost")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--kv-gib", type=int, default=48, help="GiB of KV cache a GPU")
+    parser.add_argument("--compiled", action="store_true", help="vLLM's defaults: torch.compile, all graphs")
+    parser.add_argument("--no-custom-all-reduce", action="store_true", help="NCCL only")
+    parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
+    args = parser.parse_args(argv)
+    args.work = args.work or args.out.with_suffix("")
+    args.runs = [r for r in args.runs.split(",") if r]
+    unknown = [r for r in args.runs if r not in RUNS]
+    if unknown:
+        parser.error(f"unknown runs {unknown}; there are {list(RUNS)}")
+    args.runs.sort(key=list(RUNS).index)
+    args.batches = sorted({int(b) for b in args.batches.split(",")})
+    if args.model == "flash":
+        args.model = args.work / "flash"
+        args.model.mkdir(parents=True, exist_ok=True)
+        (args.model / "config.json").write_text(json.dumps(flash_config(), indent=1))
+    args.model = Path(args.model).resolve()
+    if not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash")
+    return args
+
+
+def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[str, Any]:
+    """What the child needs to know. `context`: the one that an earlier run settled on."""
+    fill_steps = math.ceil(max(args.batches) * args.context / args.batch_tokens)
+    # The first request decodes while the others are filled in, and in every window.
+    decode_tokens = 2 * fill_steps + 64 + len(args.batches) * (WARM_STEPS + (WINDOWS + 2) * WINDOW_STEPS)
+    return {
+        "run": run,
+        "model": str(args.model),
+        "weights": (args.model / "model.safetensors.index.json").is_file(),
+        "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
+        "tp": args.tp,
+        "batches": args.batches,
+        "batch_tokens": args.batch_tokens,
+        "context": context or args.context,
+        "context_is_fixed": context is not None,
+        "max_model_len": max(args.context + decode_tokens, PREFILL_LENGTH) + 256,
+        "fill_seconds": args.fill_seconds,
+        "decode_tokens": decode_tokens,
+        "kv_gib": args.kv_gib,
+        "compiled": args.compiled,
+        "no_custom_all_reduce": args.no_custom_all_reduce,
+        "out": str(args.work / f"{run}.json"),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "model_config": json.loads((args.model / "config.json").read_text()),
+        "tp": args.tp,
+        "batches": args.batches,
+        "context_asked": args.context,
+        "max_num_batched_tokens": args.batch_tokens,
+        "kv_gib": args.kv_gib,
+        "compiled": args.compiled,
+    }
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if results.get("settings") != settings:
+        results = {"settings": settings, "runs": {}}
+    runs = results["runs"]
+    for name in args.runs:
+        context = None if name == "flashmla" else runs.get("flashmla", {}).get("context")
+        job = make_job(args, name, context)
+        Path(job["out"]).unlink(missing_ok=True)
+        job_file, log_file = args.work / f"{name}.job.json", args.work / f"{name}.log"
+        job_file.write_text(json.dumps(job))
+        log(f"{name}: starting; log in {log_file}")
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
+        status, seconds = run_child(command, log_file, child_environment(), args.timeout)
+        runs[name] = collect(job, log_file, status, seconds)
+        runs[name]["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        runs[name]["command"] = shlex.join(sys.argv)
+        log(f"{name}: {'done' if runs[name]['ok'] else f'FAILED ({status})'} in {seconds} s")
+        if not runs[name]["ok"]:
+            print(tail(log_file), flush=True)
+        ratios, text = report(runs, args.batches)
+        results |= {"machine": machine(), "ratio_to_flashmla": ratios}
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(text, flush=True)
+    print(f"results in {args.out}")
+    return 0 if all(runs[name]["ok"] for name in args.runs) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "--child":
+        child(json.loads(Path(sys.argv[2]).read_text()))
+        sys.exit(0)
+    sys.exit(main())
