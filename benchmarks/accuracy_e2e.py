@@ -46,6 +46,7 @@ from e2e import (
     MIN_PROB,
     child_environment,
     compare_full,
+    compare_top,
     full_rows,
     log,
     machine,
@@ -237,23 +238,6 @@ def start_run(name: str, job: dict[str, Any], args: argparse.Namespace) -> dict[
     error = tail(log_file)
     log(f"{name}: FAILED ({status}) after {seconds} s; the log ends:\n{error}")
     return {"ok": False, "seconds": seconds, "status": str(status), "error": error}
-
-
-def compare_top(
-    ref_ids: np.ndarray, ref: np.ndarray, run_ids: np.ndarray, run: np.ndarray
-) -> dict[str, np.ndarray]:
-    """As compare_full on the tokens that both report, the rest in one class: KL's lower bound."""
-    kl, diff, top1 = [], [], []
-    for ia, a, ib, b in zip(ref_ids, ref, run_ids, run, strict=True):
-        _, at_a, at_b = np.intersect1d(ia, ib, return_indices=True)
-        x, y = a[at_a].astype(np.float64), b[at_b].astype(np.float64)
-        rest_p = max(1.0 - np.exp(x).sum(), 1e-12)
-        rest_q = max(1.0 - np.exp(y).sum(), 1e-12)
-        kl.append((np.exp(x) * (x - y)).sum() + rest_p * np.log(rest_p / rest_q))
-        likely = np.exp(x) > MIN_PROB
-        diff.append(np.abs(x - y)[likely].max(initial=0.0))
-        top1.append(ia[a.argmax()] == ib[b.argmax()])
-    return {"kl": np.array(kl), "diff": np.array(diff), "top1": np.array(top1)}
 
 
 def compare(ref: Any, run: Any, lengths: list[int]) -> dict[str, Any]:

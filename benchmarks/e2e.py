@@ -163,6 +163,23 @@ def compare_full(ref: np.ndarray, run: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def compare_top(
+    ref_ids: np.ndarray, ref: np.ndarray, run_ids: np.ndarray, run: np.ndarray
+) -> dict[str, np.ndarray]:
+    """As compare_full on the tokens that both report, the rest in one class: KL's lower bound."""
+    kl, diff, top1 = [], [], []
+    for ia, a, ib, b in zip(ref_ids, ref, run_ids, run, strict=True):
+        _, at_a, at_b = np.intersect1d(ia, ib, return_indices=True)
+        x, y = a[at_a].astype(np.float64), b[at_b].astype(np.float64)
+        rest_p = max(1.0 - np.exp(x).sum(), 1e-12)
+        rest_q = max(1.0 - np.exp(y).sum(), 1e-12)
+        kl.append((np.exp(x) * (x - y)).sum() + rest_p * np.log(rest_p / rest_q))
+        likely = np.exp(x) > MIN_PROB
+        diff.append(np.abs(x - y)[likely].max(initial=0.0))
+        top1.append(ia[a.argmax()] == ib[b.argmax()])
+    return {"kl": np.array(kl), "diff": np.array(diff), "top1": np.array(top1)}
+
+
 def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, Any] | None:
     if not parts:
         return None

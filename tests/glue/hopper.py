@@ -40,6 +40,7 @@ def model_info(model):
     """What vLLM would find out by importing the model, which needs its compiled kernels."""
     info = {field.name: False for field in dataclasses.fields(models._ModelInfo)}
     info |= {"architecture": model.class_name, "is_text_generation_model": True, "attn_type": "decoder"}
+    info["supports_pp"] = True
     info |= {"default_seq_pooling_type": "LAST", "default_tok_pooling_type": "ALL", "score_type": "bi-encoder"}
     return models._ModelInfo(**info)
 
