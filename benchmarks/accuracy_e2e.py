@@ -466,9 +466,8 @@ def main(argv: list[str] | None = None) -> int:
         "notes": {
             "kl": "nats, over the full vocabulary, reference against run",
             "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",
-            "prompt_coarse": f"prompts above {FULL_PROMPT_LOGPROBS} tokens: KL over the "
-            f"{PROMPT_TOP} most likely tokens that both runs report and one class for the rest, "
-            "a lower bound",
+            "prompt_coarse": f"prompts above {FULL_PROMPT_LOGPROBS} tokens: a lower bound of KL from the "
+            f"{PROMPT_TOP} most likely tokens of each run",
         },
         "comparisons": comparisons,
         "bars": rows,

@@ -46,7 +46,9 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
         model_config=SimpleNamespace(architecture=architecture, heads=heads),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
     )
 
 
@@ -136,6 +138,17 @@ def test_head_counts(heads):
 @pytest.mark.parametrize("heads", [0, 129, 256])
 def test_head_counts_that_are_refused(heads):
     assert f"this model has {heads}; raise --tensor-parallel-size." in refusal(make(heads=heads))
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_context_parallelism_is_refused(kind):
+    """vLLM's own check skips layers without an `impl`, as DeepSeek V4's are: it would fail after loading."""
+    asked = make()
+    setattr(asked.parallel_config, f"{kind}_context_parallel_size", 2)
+    assert "does not serve context parallelism; omit --decode-context-parallel-size" in refusal(asked)
+    asked.attention_config.backend = None
+    asked.cache_config.cache_dtype = "fp8"
+    assert verify(copy.deepcopy(asked)) == asked  # stock vLLM
 
 
 def test_provider_variable(monkeypatch):

@@ -55,7 +55,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     `fp8_per_tensor`). Afterwards `cache_config.cache_dtype` alone tells which cache is in use.
 
     Raises:
-        ValueError: the combination, the GPU, the head count or the provider is not served. One sentence.
+        ValueError: the combination, the GPU, the head count, the kind of parallelism or the provider is not
+            served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
@@ -92,6 +93,12 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         raise ValueError(
             f"{_FULL_CACHE.name} serves 1 to {MAX_HEADS} attention heads a GPU, and this model has {heads}; "
             "raise --tensor-parallel-size."
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
+            "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
     if provider() not in (None, *PROVIDERS):
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")

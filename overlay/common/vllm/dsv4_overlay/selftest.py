@@ -97,7 +97,7 @@ def configured(cache_dtype: str, platform: object) -> str:
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        parallel_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )
     here, config.current_platform = config.current_platform, platform
     try:

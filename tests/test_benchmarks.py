@@ -1,0 +1,68 @@
+"""The arithmetic that judges end-to-end runs; the runs themselves need a GPU."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import features_e2e  # noqa: E402
+from e2e import compare_full, compare_top  # noqa: E402
+
+
+def log_softmax(x):
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def top(x, k):
+    ids = np.argsort(-x, axis=-1)[:, :k]
+    return ids, np.take_along_axis(x, ids, axis=-1).astype(np.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 10.0])
+def test_divergence_of_reported_tokens_is_a_lower_bound(scale):
+    rng = np.random.default_rng(0)
+    reference = rng.standard_normal((200, 500)) * 3
+    run = log_softmax(reference + scale * rng.standard_normal(reference.shape))
+    reference = log_softmax(reference)
+    full, bound = compare_full(reference, run), compare_top(*top(reference, 20), *top(run, 20))
+    assert (bound["kl"] <= full["kl"] + 1e-6).all()
+    assert (bound["diff"] <= full["diff"] + 1e-5).all()
+    assert bound["kl"].mean() > 0.2 * full["kl"].mean()
+    np.testing.assert_array_equal(bound["top1"], full["top1"])
+
+
+def test_unrelated_distributions_are_far_apart():
+    """Even if they report no token in common."""
+    x = log_softmax(np.random.default_rng(0).standard_normal((2, 100, 8192)) * 3)
+    assert compare_top(*top(x[0], 20), *top(x[1], 20))["kl"].mean() > 0.1
+    assert abs(compare_top(*top(x[0], 20), *top(x[0], 20))["kl"]).max() < 1e-6
+
+
+
+
+def generated(tokens, x):
+    ids, values = top(x, 20)
+    nothing = {"prompt_ids": np.empty((0, 8)), "prompt_values": np.empty((0, 8))}
+    return {"tokens": np.array(tokens), "ids": ids, "values": values} | nothing
+
+
+def test_tokens_that_part_are_judged_by_the_margin_there():
+    x = log_softmax(np.random.default_rng(0).standard_normal((6, 500)))
+    order = np.argsort(-x, axis=-1)
+    first = order[:, 0]
+    other = first.copy()
+    other[3] = order[3, 1]
+    run = x.copy()
+    run[4:] = np.roll(run[4:], 1, axis=1)  # another context: not compared
+    found = features_e2e.difference([generated(first, x)], [generated(other, run)])
+    assert found["positions"] == 4 and found["kl_mean"] == pytest.approx(0, abs=1e-7)
+    (parted,) = found["diverged"]
+    assert (parted["prompt"], parted["at"]) == (0, 3)
+    assert parted["margin"] == pytest.approx(x[3, first[3]] - x[3, other[3]], abs=1e-5)
+
+
+def test_names_of_our_kernels():
+    names = features_e2e.our_kernels()
+    assert {"_insert_kernel", "_compress_kernel", "_build_kernel", "_attend_kernel"} <= names
