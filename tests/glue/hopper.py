@@ -1,7 +1,7 @@
 """Runs in a process of its own: real vLLM configurations and layers as on a machine with an H200.
 
-Reads a JSON list of command lines from standard input and writes a JSON list of what came of each. Works on the
-pristine tree too, so it must not import anything of the overlay.
+Reads a JSON list from standard input, of command lines or of arguments of `EngineArgs`, and writes a JSON list of
+what came of each. Works on the pristine tree too, so it must not import anything of the overlay.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import vllm.platforms as platforms  # noqa: E402
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 
-CAPABILITY = DeviceCapability(*map(int, (sys.argv[1] if __name__ == "__main__" else "9.0").split(".")))
+CAPABILITY = DeviceCapability(*map(int, sys.argv[1].split(".")))
 NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: CAPABILITY)
 NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
 NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
@@ -113,10 +113,14 @@ def describe_layers(config):
 
 
 def run(arguments):
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = parser.parse_args([*arguments, "--skip-tokenizer-init", "--block-size=256", "--max-model-len=4096"])
+    if isinstance(arguments, dict):
+        engine_args = EngineArgs(**arguments)
+    else:
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        arguments += ["--skip-tokenizer-init", "--block-size=256", "--max-model-len=4096"]
+        engine_args = EngineArgs.from_cli_args(parser.parse_args(arguments))
     try:
-        config = EngineArgs.from_cli_args(parsed).create_engine_config()
+        config = engine_args.create_engine_config()
     except ValueError as error:
         return {"error": str(error)}
     config.instance_id = ""  # random
@@ -125,14 +129,15 @@ def run(arguments):
         "cache_dtype": config.cache_config.cache_dtype,
         "backend": backend.name if backend else None,
         "config": repr(config),
-        "hash": config.compute_hash(),
+        # Without compilation it would ask for vLLM's compiled kernels.
+        "hash": config.compute_hash() if config.compilation_config.mode else None,
         "cuda_initialized": torch.cuda.is_initialized(),
+        "graphs": config.compilation_config.cudagraph_mode.name,
     }
     if config.model_config.architecture == "DeepseekV4ForCausalLM":
         result["layers"] = describe_layers(config)
     return result
 
 
-if __name__ == "__main__":
-    answers = [run(arguments) for arguments in json.load(sys.stdin)]
-    print("\n" + json.dumps(answers))
+answers = [run(arguments) for arguments in json.load(sys.stdin)]
+print("\n" + json.dumps(answers))

@@ -31,6 +31,7 @@ V4 = {
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 512,
+    "n_routed_experts": 16,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 1048576,
 }
@@ -80,19 +81,23 @@ def models(tmp_path_factory):
     return folder
 
 
-def ask(tree, models, cases, capability="9.0"):
-    """What hopper.py says to each case, with `tree` as vLLM."""
-    arguments = [[f"--model={models / model}", *options] for model, *options in cases]
+def on_hopper(tree, folder, requests, capability="9.0", **env):
+    """What hopper.py says to each request, with `tree` as vLLM."""
     done = subprocess.run(
         [sys.executable, str(HERE / "hopper.py"), capability],
-        input=json.dumps(arguments),
+        input=json.dumps(requests),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
-        cwd=models,
+        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""} | env,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ask(tree, models, cases, capability="9.0"):
+    arguments = [[f"--model={models / model}", *options] for model, *options in cases]
+    return dict(zip(cases, on_hopper(tree, models, arguments, capability), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +232,44 @@ def test_other_gpus_are_refused(applied, models, capability):
     found = ask(applied, models, [("mini", NEW), stock], capability)
     assert f"this machine has compute capability {capability};" in found["mini", NEW]["error"]
     assert "error" not in found[stock]
+
+
+def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, monkeypatch):
+    """They run where GPU time is dear: vLLM must accept what they ask for, and mean it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import features_e2e
+    import throughput
+
+    def start(run, **changes):
+        asked.append(changes)
+        raise StopIteration
+
+    monkeypatch.setattr(features_e2e.Run, "start", start)
+    requests, graphs = [], []
+    for name, (gpus, function, _) in features_e2e.STEP.items():
+        asked = []
+        job = {"backend": "fp8", "model": str(models / "mini"), "vocab": 8192, "out": str(tmp_path / "out")}
+        if name.startswith("dp"):
+            asked = [features_e2e.GRAPHS | {"tensor_parallel_size": gpus // 2, "enable_expert_parallel": True}]
+        else:
+            with pytest.raises(StopIteration):
+                function(features_e2e.Run(job))
+        arguments = features_e2e.engine_arguments(job, **asked[0])
+        requests.append(arguments | ({"distributed_executor_backend": "mp"} if gpus > 1 else {}))
+        graphs.append("NONE" if arguments["enforce_eager"] else "FULL_DECODE_ONLY")
+        if name.startswith("graphs"):
+            graphs[-1] = "FULL_AND_PIECEWISE"
+    for run in throughput.RUNS:
+        args = throughput.parse_args(["--model", str(models / "flash"), "--out", str(tmp_path / "t"), "--tp", "4"])
+        arguments = throughput.engine_arguments(throughput.make_job(args, run, None))
+        requests.append(arguments | {"distributed_executor_backend": "mp"})
+        graphs.append("FULL_DECODE_ONLY")
+    answers = on_hopper(applied, models, requests, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
+    assert [answer.get("error") for answer in answers] == [None] * len(answers)
+    assert [answer["graphs"] for answer in answers] == graphs
+    ours, stock = "DeepseekV4FullCacheImpl", "DeepseekV4FlashMLASparseImpl"
+    expected = [ours] * len(features_e2e.STEP) + [stock, ours, ours]
+    assert [answer["layers"]["impl"] for answer in answers] == expected
 
 
 def test_configuration_imports_no_kernels(applied, tmp_path):

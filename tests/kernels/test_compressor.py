@@ -1,5 +1,10 @@
 """The full-width compressor store, against its definition in float64."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from dsv4_kernels import compressor
@@ -366,3 +371,21 @@ def test_pools_beyond_32_bit_offsets(ratio, device):
     case.storage, case.kv_slots = pool[first_kv:].flatten(), kv_slots
     case.run = lambda: None
     assert len(case.check()) == 3
+
+
+def test_no_block_table_stride_selects_a_kernel_of_its_own():
+    """It follows from --max-model-len, and warm-up must compile the kernel that serving uses."""
+    code = (
+        "import dsv4_kernels.compressor, dsv4_kernels.sparse_index, sys, triton\n"
+        "for module in [m for n, m in sys.modules.items() if n.startswith('dsv4_kernels.')]:\n"
+        "    for kernel in vars(module).values():\n"
+        "        if isinstance(kernel, triton.JITFunction):\n"
+        "            for p in kernel.params:\n"
+        "                if p.name.endswith('block_table_stride'):\n"
+        "                    print(kernel.__name__, p.do_not_specialize)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(Path(compressor.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    found = set(done.stdout.splitlines())
+    assert found == {"_compress_kernel True", "_build_kernel True"}, done.stderr[-1000:]
