@@ -170,6 +170,7 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         enable_flashinfer_autotune=False,
         max_logprobs=TOP,
         logprobs_mode="raw_logprobs",
+        disable_custom_all_reduce=job.get("no_custom_all_reduce", False),
         seed=0,
     )
     return plain | BACKENDS[job["backend"]] | changes
@@ -624,6 +625,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="bf16", choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1, choices=[1, 2, 4], help="run the steps that need so many")
     parser.add_argument("--steps", help="comma-separated, instead of all for --gpus")
+    parser.add_argument("--no-custom-all-reduce", action="store_true", help="NCCL only")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a step")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -653,6 +655,7 @@ def main(argv: list[str] | None = None) -> int:
             "model": str(args.model.resolve()),
             "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
             "reference": str(reference_file),
+            "no_custom_all_reduce": args.no_custom_all_reduce,
             "noise": steps.get("reference", {}).get("measured", {}).get("noise"),
             "out": str(args.work / f"{args.backend}.{name}.json"),
         }

@@ -58,7 +58,7 @@ REPORTS = re.compile(
 )
 
 
-def flash_config() -> dict[str, Any]:
+def flash_config(expert_dtype: str) -> dict[str, Any]:
     """config.json of V4-Flash's shape, routed by hash in every layer."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
     from make_mini_checkpoint import Shape, model_config
@@ -72,7 +72,7 @@ def flash_config() -> dict[str, Any]:
         vocab=129280,
         fp8_wo_b=True,
     )
-    return model_config(shape) | {"expert_dtype": "fp4"}
+    return model_config(shape) | {"expert_dtype": expert_dtype}
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -244,10 +244,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated; flashmla goes first")
+    parser.add_argument("--expert-dtype", default="fp4", choices=["fp4", "fp8"], help="of flash (V4-Flash: fp4)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", default="1,16,64,128")
     parser.add_argument("--context", type=int, default=8192, help="tokens a decoding request starts from")
-    parser.add_argument("--fill-seconds", type=float, default=45, help="prefill time that a context may cost")
+    parser.add_argument("--fill-seconds", type=float, default=30, help="prefill time that a context may cost")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=int, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--compiled", action="store_true", help="vLLM's defaults: torch.compile, all graphs")
@@ -264,7 +265,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.model == "flash":
         args.model = args.work / "flash"
         args.model.mkdir(parents=True, exist_ok=True)
-        (args.model / "config.json").write_text(json.dumps(flash_config(), indent=1))
+        (args.model / "config.json").write_text(json.dumps(flash_config(args.expert_dtype), indent=1))
     args.model = Path(args.model).resolve()
     if not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash")
