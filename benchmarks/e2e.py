@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 
 MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
-
-
 LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
 
 
