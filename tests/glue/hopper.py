@@ -102,6 +102,7 @@ def describe_layers(config):
     return {
         "backend": layers[0].get_attn_backend().__name__,
         "padded_heads": layers[0].padded_heads,
+        "kv_scales": [getattr(layer, "kv_scale_value", None) for layer in layers],
         "scale_buffers": sum("kv_scale" in dict(layer.named_buffers()) for layer in layers),
         "specs": before,
         "pages": {name: spec.page_size_bytes for name, spec in specs.items()},

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.dsv4_overlay import adapter, attention, selftest
+from vllm.dsv4_overlay import adapter, attention, calibrate, selftest
 from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
@@ -34,17 +34,24 @@ def ints(values):
 
 
 class Step:
-    """A layer, its caches and one step; requests have blocks anywhere, and unused rows are NaN."""
+    """A layer, its caches and one step; requests have blocks anywhere, and unused rows are NaN.
 
-    def __init__(self, ratio, dtype, requests, padding=0, padding_is_decode=False, alignment=0):
+    `kv_weight` multiplies the channels of kv, in the window and compressed.
+    """
+
+    def __init__(
+        self, ratio, dtype, requests, padding=0, padding_is_decode=False, alignment=0, kv_scale=KV_SCALE,
+        kv_weight=1.0, scale=SCALE,
+    ):  # fmt: skip
         self.gen = torch.Generator().manual_seed(ratio + len(requests))
         self.ratio, self.dtype, self.requests, self.padding = ratio, dtype, requests, padding
         self.alignment = alignment
-        self.kv_scale = KV_SCALE if dtype == E4M3 else 1.0
+        self.kv_scale = kv_scale if dtype == E4M3 else 1.0
+        self.kv_weight, self.scale = kv_weight, scale
         self.lengths = [old + new for old, new in requests]
         tokens = sum(new for _, new in requests)
         self.q = self.random(tokens + padding, HEADS, 512).to(BF16)
-        self.kv = [self.random(length, 512).to(BF16) for length in self.lengths]
+        self.kv = [(self.random(length, 512) * kv_weight).to(BF16) for length in self.lengths]
         self.sink = self.random(HEADS)
         angle = torch.rand(max(self.lengths), 32, generator=self.gen) * 6.28
         self.cos_sin = torch.cat((angle.cos(), angle.sin()), -1)
@@ -82,7 +89,7 @@ class Step:
             full_cache=True,
             impl_cls=getattr(adapter, "DeepseekV4FullCacheImpl", None),
             compress_ratio=ratio,
-            scale=SCALE,
+            scale=self.scale,
             kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
             kv_scale_value=self.kv_scale,
             attn_sink=torch.cat((self.sink, torch.full((64 - HEADS,), float("nan")))).to(DEVICE),
@@ -101,7 +108,7 @@ class Step:
     def stored(self, rows):
         if self.dtype == BF16:
             return rows.to(BF16).double()
-        return (rows / KV_SCALE).clamp(-448, 448).float().to(E4M3).double() * KV_SCALE
+        return (rows / self.kv_scale).clamp(-448, 448).float().to(E4M3).double() * self.kv_scale
 
     def pages(self, tokens, rows, width, dtype):
         """A cache with blocks of `rows` rows for `tokens` tokens, and a table of blocks for each request."""
@@ -125,7 +132,7 @@ class Step:
     def add_compressed(self, slots, stale):
         ratio, rows = self.ratio, 256 // self.ratio
         width, block = (1024, 4) if ratio == 4 else (512, 8)
-        norm = torch.rand(512, generator=self.gen) + 0.5
+        norm = (torch.rand(512, generator=self.gen) + 0.5) * self.kv_weight
         states = [self.random(length, 2, width) for length in self.lengths]
         self.rows = [
             self.stored(selftest.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
@@ -175,7 +182,7 @@ class Step:
             self.picked = self.layer.topk_indices_buffer
             self.layer.topk_indices_buffer = self.picked.to(DEVICE)
 
-    def run(self):
+    def run(self, amax=None):
         """Insert, compress and attend as the patched wrapper does; the output starts as NaN."""
         positions = torch.tensor(self.position + [10**6] * self.padding, device=DEVICE)
         kv = torch.stack([self.kv[r][p] for r, p in zip(self.owner, self.position, strict=True)])
@@ -189,6 +196,8 @@ class Step:
             assert attention.compress(self.compressor, self.layer, positions, cos_sin, metadata)
         out = torch.full_like(q, float("nan"))
         with override_forward_context(self.context):
+            if amax is not None:
+                calibrate.observe(self.layer, q, amax)
             InnerLayer.forward(self.layer, q, kv, positions, out)
         return out.cpu()
 
@@ -203,7 +212,7 @@ class Step:
                 if self.ratio == 4:
                     rows = rows[[row for row in self.picked[token].tolist() if row >= 0]]
                 keys = torch.cat((keys, rows))
-            scores = torch.cat((q @ keys.T * SCALE, self.sink.double()[:, None]), 1)
+            scores = torch.cat((q @ keys.T * self.scale, self.sink.double()[:, None]), 1)
             out.append(scores.softmax(1)[:, :-1] @ keys)
         return torch.stack(out)
 
@@ -282,3 +291,50 @@ def test_warm_up_stores_nothing(ratio):
     with override_forward_context(SimpleNamespace(additional_kwargs={})):
         attention._warm_up_layer(wrapper, 1)
     assert all(map(torch.equal, (c.view(torch.int16) for c in caches), (b.view(torch.int16) for b in before)))
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_calibration_sees_what_this_step_writes(ratio):
+    """Rotated rows of the window, compressed rows that end in this step, normed and rotated queries."""
+    step = Step(ratio, BF16, MIXED, padding=2)
+    new = list(zip(step.owner, step.position, strict=True))
+    rows = [step.windows[r][p] for r, p in new]
+    if ratio > 1:
+        rows += [step.rows[r][p // ratio] for r, p in new if (p + 1) % ratio == 0]
+    largest = max(row.abs().max().item() for row in rows)
+    amax = torch.tensor([0.0, 0.0], device=DEVICE)
+    step.run(amax)
+    assert amax[0].item() == pytest.approx(largest, rel=2**-8)
+    q = selftest.normed(step.q[:-2].double())
+    q = selftest.rotate(q, step.cos_sin[step.position])
+    assert amax[1].item() == pytest.approx(q.abs().max().item(), rel=2**-8)
+
+
+def test_e4m3_queries_have_a_scale_of_their_own():
+    step = Step(1, E4M3, ((0, 4),))
+    step.run()
+    q = selftest.rotate(selftest.normed(step.q.double()), step.cos_sin[step.position])
+    step.layer.q_scale_value = 2.0**-5
+    out = torch.empty(4, HEADS, 512, dtype=BF16, device=DEVICE)
+    with override_forward_context(step.context):
+        attention.attend(step.layer, (q * 2**5).float().to(E4M3).to(DEVICE), out, step.metadata, None)
+    expected = step.expected()
+    assert float((out.cpu().double() - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.parametrize("gain, loss", [(64, 5), (1, 0.99), (1 / 64, 1.2), (1 / 1024, 5)])
+def test_calibrated_scale_keeps_what_scale_one_loses(gain, loss, monkeypatch):
+    """Error of the output against float64 on rows that were not rounded to E4M3, of which 8 channels are heavy."""
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "reference")
+    weight = torch.where(torch.arange(512) % 64 == 0, 8.0 * gain, gain)
+    steps = lambda dtype, kv_scale: Step(  # noqa: E731
+        4, dtype, ((0, 12),), kv_scale=kv_scale, kv_weight=weight, scale=SCALE / gain
+    )
+    bf16, amax = steps(BF16, 1.0), torch.zeros(2, device=DEVICE)
+    bf16.run(amax)
+    exact = bf16.expected()
+    calibrated, one = (
+        float((steps(E4M3, scale).run().double() - exact).norm() / exact.norm())
+        for scale in (calibrate.scale(amax[0].item()), 1.0)
+    )
+    assert calibrated < 0.04 and one > loss * calibrated

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -28,6 +29,8 @@ BACKENDS = {
 ACCEPTED = {"auto": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8_per_tensor", "fp8_e4m3": "fp8_per_tensor",
             "fp8_per_tensor": "fp8_per_tensor"}  # fmt: skip
 V4 = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+NO_SCALES = str(Path(__file__).parent)  # a checkpoint without
+HF_CONFIG = SimpleNamespace(num_hidden_layers=5, num_nextn_predict_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +46,17 @@ def on_gpu(monkeypatch, capability):
 
 def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
     return SimpleNamespace(
-        model_config=SimpleNamespace(architecture=architecture, heads=heads),
+        model_config=SimpleNamespace(
+            architecture=architecture, heads=heads, model=NO_SCALES, revision=None, hf_config=HF_CONFIG
+        ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
+        load_config=SimpleNamespace(download_dir=None),
+        speculative_config=None,
+        additional_config={},
     )
 
 

@@ -10,6 +10,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -70,6 +72,10 @@ OVERLAY = [
     ("wide", NEW),
     ("llama", NEW),
 ]
+SCALES = [
+    ("mini", NEW, "--kv-cache-dtype=fp8", '--additional-config={"dsv4_scales": "mini.safetensors"}'),
+    ("flash", NEW, "--kv-cache-dtype=fp8", '--additional-config={"dsv4_scales": "mini.safetensors"}'),
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,7 @@ def models(tmp_path_factory):
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+    save_file({f"layers.{n}.attn.k_scale": torch.tensor(2.0**n) for n in range(5)}, folder / "mini.safetensors")
     return folder
 
 
@@ -102,7 +109,7 @@ def ask(tree, models, cases, capability="9.0"):
 
 @pytest.fixture(scope="module")
 def answers(applied, models):
-    return ask(applied, models, STOCK + OVERLAY)
+    return ask(applied, models, STOCK + OVERLAY + SCALES)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +171,13 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     assert not answer["cuda_initialized"]
 
 
+def test_scales_reach_the_layers_or_are_refused_early(answers):
+    """Through vLLM's own command line, and before any layer is made."""
+    assert answers[SCALES[0]]["layers"]["kv_scales"] == [1, 2, 4, 8, 16]
+    assert answers[OVERLAY[4]]["layers"]["kv_scales"] == [1] * 5
+    assert "dsv4_scales mini.safetensors has no layers.5.attn.k_scale;" in answers[SCALES[1]]["error"]
+
+
 def test_flashmla_by_name(answers, stock_answers):
     """The layers, their caches and allocations are those of a stock vLLM that was asked for no backend."""
     answer = answers["mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"]
@@ -173,6 +187,7 @@ def test_flashmla_by_name(answers, stock_answers):
 
 def test_flashmla_is_not_touched(applied):
     """Neither its implementation, its metadata and its kernels, nor the operators that it stands on."""
+    weights = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp")}
     record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
     changed = [file["path"] for file in record["files"]]
     parts = ["v1/attention/backends/mla", "v1/attention/ops", "third_party/flashmla"]
@@ -180,7 +195,7 @@ def test_flashmla_is_not_touched(applied):
         parts += ["models/deepseek_v4/nvidia", "models/deepseek_v4/common"]
     for part in parts:
         assert (applied / "vllm" / part).is_dir()
-        assert not [path for path in changed if path.startswith(f"vllm/{part}/")]
+        assert not [path for path in changed if path.startswith(f"vllm/{part}/") and path not in weights]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.dsv4_overlay.config import provider
+from vllm.config import get_current_vllm_config
+from vllm.dsv4_overlay.config import provider, storage_dtype
+from vllm.dsv4_overlay.scales import load_scales
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
     build_sparse_index_table,
@@ -23,12 +26,19 @@ logger = init_logger(__name__)
 
 
 def init_layer(layer: torch.nn.Module) -> None:
-    """Give an inner attention layer the scale of its cache rows; insert, compressor and attention read this one.
+    """Give an inner attention layer its scales; insert, compressor and attention read these, fixed from here on.
 
-    A buffer, so that it survives vLLM's sleep mode. 1.0 until scales are calibrated, as upstream.
+    `kv_scale` and `q_scale_inv`, one float32 element each, are what the kernels that write read; buffers, so that
+    they survive vLLM's sleep mode. The floats `kv_scale_value` and `q_scale_value` are for attention.
     """
-    layer.register_buffer("kv_scale", torch.ones(1, dtype=torch.float32), persistent=False)
-    layer.kv_scale_value = 1.0
+    vllm_config = get_current_vllm_config()
+    kv, q = 1.0, 1.0
+    if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:
+        main_layers = vllm_config.model_config.hf_config.num_hidden_layers
+        kv, q = load_scales(vllm_config).of_layer(extract_layer_index(layer.prefix), main_layers)
+    layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
+    layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
+    layer.kv_scale_value, layer.q_scale_value = kv, q
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
@@ -104,6 +114,7 @@ def attend(
     tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
     table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
     window = _pool(layer.swa_cache_layer.kv_cache)
+    q_scale = layer.q_scale_value if q.dtype == torch.float8_e4m3fn else 1.0
     sparse_mla(
         q[:tokens, None],
         window,
@@ -113,7 +124,7 @@ def attend(
         table.lens,
         table.visible,
         out=output[:tokens, None],
-        bmm1_scale=layer.scale * layer.kv_scale_value,
+        bmm1_scale=layer.scale * q_scale * layer.kv_scale_value,
         bmm2_scale=layer.kv_scale_value,
         # The parameter is padded to 64 heads for FlashMLA.
         sinks=layer.attn_sink[: q.shape[1]],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.dsv4_overlay.scales import OPTION, check_scales, scales_file
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -55,8 +56,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     `fp8_per_tensor`). Afterwards `cache_config.cache_dtype` alone tells which cache is in use.
 
     Raises:
-        ValueError: the combination, the GPU, the head count, the kind of parallelism or the provider is not
-            served. One sentence.
+        ValueError: the combination, the GPU, the head count, the kind of parallelism, the provider or the scales
+            cannot be served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
@@ -75,7 +76,13 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, native
 
     logger.info_once(provenance())
-    if backend is not _FULL_CACHE and not is_full_cache(cache_dtype):
+    full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
+    if scales_file(vllm_config) and not (full_cache and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"):
+        raise ValueError(
+            f"{OPTION} in --additional-config is for the full-width FP8 cache only; omit it, or use "
+            f"--attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
+        )
+    if not full_cache:
         return  # stock vLLM, unchanged
     if backend not in (None, _FULL_CACHE):
         raise ValueError(
@@ -104,6 +111,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
     if provider() == "sm90" and (problem := native.misfit(_SERVED_CAPABILITY)):
         raise ValueError(f"{_PROVIDER_VARIABLE}=sm90 needs the native library ({native.LIBRARY}), but {problem}.")
+    if _ACCEPTED_DTYPES[cache_dtype] == "fp8_per_tensor":
+        check_scales(vllm_config)
     cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
     logger.info_once(
         "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",

@@ -93,11 +93,18 @@ def configured(cache_dtype: str, platform: object) -> str:
 
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(
-            architecture="DeepseekV4ForCausalLM", get_num_attention_heads=lambda parallel: 64
+            architecture="DeepseekV4ForCausalLM",
+            get_num_attention_heads=lambda parallel: 64,
+            model=str(Path(__file__).parent),  # a checkpoint without scales
+            revision=None,
+            hf_config=SimpleNamespace(num_hidden_layers=1),
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        load_config=SimpleNamespace(download_dir=None),
+        speculative_config=None,
+        additional_config={},
     )
     here, config.current_platform = config.current_platform, platform
     try:

@@ -1,0 +1,144 @@
+"""The scales of the FP8 cache, one for the rows and one for the queries of each layer: read, checked, named.
+
+They come from the file that `--additional-config '{"dsv4_scales": "scales.safetensors"}'` names (calibrate.py
+writes it), else from the checkpoint if it has any, else they are 1.0. Both hold one floating-point element under
+each name: `layers.3.attn.k_scale` and `layers.3.attn.q_scale`, `mtp.0.…` for next-token layers. K and V are the
+same row, so there is no v_scale; where there is no q_scale it is 1.0. Stored value times scale gives the value.
+"""
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError, safe_open
+from vllm.logger import init_logger
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+OPTION = "dsv4_scales"
+_CALIBRATE = "vllm.dsv4_overlay.calibrate"
+COMMAND = f"python -m {_CALIBRATE}"
+_NAME = re.compile(r"(layers|mtp)\.\d+\.attn\.[kq]_scale")
+_INDEX = "model.safetensors.index.json"
+
+
+class Scales(NamedTuple):
+    """Scales by name; empty where every scale is 1.0. `source` says in words where they come from."""
+
+    source: str
+    values: dict[str, float]
+
+    def of_layer(self, number: int, main_layers: int) -> tuple[float, float]:
+        """(kv, q) of a layer, next-token layers numbered on from the model's `main_layers`."""
+        if not self.values:
+            return 1.0, 1.0
+        prefix = layer_prefix(number, main_layers)
+        if f"{prefix}.k_scale" not in self.values:
+            raise ValueError(
+                f"{self.source} has no {prefix}.k_scale; calibrate again ({COMMAND}) with the model and the "
+                "--speculative-config that are served."
+            )
+        return self.values[f"{prefix}.k_scale"], self.values.get(f"{prefix}.q_scale", 1.0)
+
+
+def layer_prefix(number: int, main_layers: int) -> str:
+    """What the names of a layer's scales start with, as in the checkpoints."""
+    return f"layers.{number}.attn" if number < main_layers else f"mtp.{number - main_layers}.attn"
+
+
+def scales_file(vllm_config: "VllmConfig") -> str | None:
+    """The file that --additional-config names."""
+    options = vllm_config.additional_config
+    return options.get(OPTION) if isinstance(options, dict) else None
+
+
+def check_scales(vllm_config: "VllmConfig") -> None:
+    """Refuse scales that do not fit the model, or log where they come from; before weights are loaded.
+
+    Raises:
+        ValueError: a layer has none, a value is not one finite positive number, or the file is not there or has
+            other tensors. One sentence.
+    """
+    scales = load_scales(vllm_config)
+    config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
+    layers = config.num_hidden_layers
+    draft = speculative and speculative.draft_model_config
+    if draft and draft.architecture == "DeepSeekV4MTPModel":  # not so with n-grams, whose draft is the model
+        layers += draft.hf_config.num_nextn_predict_layers
+    pairs = [scales.of_layer(number, config.num_hidden_layers) for number in range(layers)]
+    if f"layers.{config.num_hidden_layers}.attn.k_scale" in scales.values:
+        raise ValueError(f"{scales.source} has scales of more layers than this model; calibrate it ({COMMAND}).")
+    kv, q = zip(*pairs, strict=True)
+    logger.info_once(
+        "FP8 scales (%s): kv %.3g to %.3g, q %.3g to %.3g.", scales.source, min(kv), max(kv), min(q), max(q)
+    )
+
+
+def load_scales(vllm_config: "VllmConfig") -> Scales:
+    """The scales of this model's FP8 cache; ValueError where the file or the checkpoint has bad ones."""
+    if path := scales_file(vllm_config):
+        return _from_file(str(path))
+    model = vllm_config.model_config
+    return _from_checkpoint(model.model, model.revision, vllm_config.load_config.download_dir)
+
+
+@functools.cache
+def _from_file(path: str) -> Scales:
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}, which {OPTION} names, cannot be read as safetensors ({error}).") from None
+    source = f"{OPTION} {path}"
+    if unknown := [name for name in names if not _NAME.fullmatch(name)]:
+        raise ValueError(f"{source} holds {unknown[0]}, which is not a scale; {COMMAND} writes such files.")
+    if not names:
+        raise ValueError(f"{source} holds no scale; {COMMAND} writes such files.")
+    return Scales(source, _read(source, dict.fromkeys(names, path)))
+
+
+@functools.cache
+def _from_checkpoint(model: str, revision: str | None, download_dir: str | None) -> Scales:
+    folder = Path(model)
+    shards = (get_hf_file_to_dict(_INDEX, model, revision) or {}).get("weight_map", {})
+    if not shards and (single := folder / "model.safetensors").is_file():
+        with safe_open(single, "pt") as file:
+            shards = dict.fromkeys(file.keys(), single.name)
+    shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
+    if not shards:
+        return Scales(f"none given; {COMMAND} measures them", {})
+    paths = {
+        shard: str(folder / shard) if folder.is_dir()
+        else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
+        for shard in set(shards.values())
+    }  # fmt: skip
+    source = f"checkpoint {model}"
+    return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
+
+
+def _read(source: str, paths: dict[str, str]) -> dict[str, float]:
+    values = {}
+    for path in set(paths.values()):
+        with safe_open(path, "pt") as file:
+            for name in (name for name in paths if paths[name] == path):
+                tensor = file.get_tensor(name)
+                if tensor.numel() != 1 or not tensor.is_floating_point():
+                    raise ValueError(
+                        f"{name} in {source} must be one floating-point element, and is {list(tensor.shape)} "
+                        f"{tensor.dtype}."
+                    )
+                values[name] = float(tensor.float())  # as the kernels see it
+                if not (values[name] > 0 and math.isfinite(values[name])):
+                    raise ValueError(f"{name} in {source} must be finite and positive, and is {values[name]}.")
+    rows = {name for name in values if name.endswith(".k_scale")}
+    queries = {name.replace(".q_scale", ".k_scale") for name in values.keys() - rows}
+    if queries and (odd := sorted(queries ^ rows)):
+        raise ValueError(f"{source} must have a q_scale for every k_scale or none, and {odd[0]} stands alone.")
+    return values

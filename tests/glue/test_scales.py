@@ -1,0 +1,281 @@
+"""Scales of the FP8 cache: from the file or the checkpoint to the layers, and what is refused."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_config_contract import make, on_gpu, refusal, verify
+from vllm.dsv4_overlay import attention, calibrate, scales
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+MAIN = 5  # layers; one next-token layer more
+AMAX = {layer: [10.0 * 2**layer, 5.0] for layer in range(MAIN + 1)}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.delenv("VLLM_DSV4_PROVIDER", raising=False)
+    on_gpu(monkeypatch, DeviceCapability(9, 0))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """As the calibration command writes it."""
+    path = tmp_path / "scales.safetensors"
+    calibrate.write(path, AMAX, MAIN, {"model": "m"})
+    return path
+
+
+def asked(path=None, cache_dtype="fp8", backend="FLASHINFER_MLA_SPARSE_DSV4", mtp=True):
+    config = make(cache_dtype, backend)
+    if path:
+        config.additional_config = {"dsv4_scales": str(path)}
+    if mtp:
+        draft = SimpleNamespace(architecture="DeepSeekV4MTPModel", hf_config=config.model_config.hf_config)
+        config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    return config
+
+
+def respell(path, changes):
+    """A file with the scales in `path`, some replaced, and without those that are None."""
+    changed = path.with_name("changed.safetensors")
+    save_file({k: v for k, v in (load_file(path) | changes).items() if v is not None}, changed)
+    scales._from_file.cache_clear()
+    return changed
+
+
+def layer_of(config, number, monkeypatch):
+    monkeypatch.setattr(attention, "get_current_vllm_config", lambda: config)
+    layer = torch.nn.Module()
+    layer.prefix = f"model.layers.{number}.attn"
+    attention.init_layer(layer)
+    return layer
+
+
+def test_what_calibration_writes_reaches_the_layers(file, monkeypatch):
+    lines = []
+    logger = SimpleNamespace(info_once=lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(scales, "logger", logger)
+    config = verify(asked(file))
+    assert lines == [f"FP8 scales (dsv4_scales {file}): kv 0.0625 to 2, q 0.0312 to 0.0312."]
+    for number, (kv, _) in AMAX.items():
+        layer = layer_of(config, number, monkeypatch)
+        assert layer.kv_scale_value == layer.kv_scale.item() == calibrate.scale(kv)
+        # Two to four times the largest value fits.
+        assert 2 * kv <= 448 * layer.kv_scale_value < 4 * kv
+        assert layer.q_scale_value == 1 / layer.q_scale_inv.item() == calibrate.scale(5.0)
+        assert {"kv_scale", "q_scale_inv"} == dict(layer.named_buffers()).keys() and not layer.state_dict()
+        assert isinstance(layer.kv_scale_value, float) and layer.kv_scale.dtype == torch.float32
+
+
+def test_metadata_says_what_was_measured(file):
+    with safe_open(file, "pt") as written:
+        metadata = {key: json.loads(value) for key, value in written.metadata().items()}
+    assert metadata["model"] == "m" and metadata["amax"]["mtp.0.attn"] == AMAX[MAIN]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_without_a_file_scales_are_one(monkeypatch):
+    layer = layer_of(verify(asked()), 3, monkeypatch)
+    assert layer.kv_scale_value == layer.q_scale_value == layer.kv_scale.item() == 1.0
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
+    """In one file, or in one of several; the option wins over them; queries may have none."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    names = {f"{scales.layer_prefix(number, MAIN)}.k_scale": 0.5 + number for number in AMAX}
+    tensors = {name: torch.tensor(value, dtype=torch.bfloat16) for name, value in names.items()}
+    shard = "model-2.safetensors" if index else "model.safetensors"
+    save_file(tensors | {"layers.0.attn.wo_b.weight": torch.ones(1)}, folder / shard)
+    if index:
+        weight_map = dict.fromkeys(names, shard) | {"embed.weight": "not-there.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = asked()
+    config.model_config.model = str(folder)
+    layer = layer_of(verify(config), 2, monkeypatch)
+    assert (layer.kv_scale_value, layer.q_scale_value) == (2.5, 1.0)
+    config.additional_config = {"dsv4_scales": str(file)}
+    assert layer_of(verify(config), 2, monkeypatch).kv_scale_value == calibrate.scale(AMAX[2][0])
+    save_file(tensors | {"layers.1.attn.k_scale": torch.tensor(-1.0)}, folder / shard)
+    config.additional_config = {}
+    config.cache_config.cache_dtype = "fp8"
+    scales._from_checkpoint.cache_clear()
+    assert f"layers.1.attn.k_scale in checkpoint {folder} must be finite and positive" in refusal(config)
+
+
+def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
+    from vllm.models.deepseek_v4.nvidia import mtp
+    from vllm.models.deepseek_v4.nvidia.model import _make_deepseek_v4_weights_mapper
+
+    names = [f"layers.0.attn.{name}" for name in ("k_scale", "q_scale", "attn_sink")]
+    assert _make_deepseek_v4_weights_mapper("fp4").apply_list(names) == ["model.layers.0.attn.attn_sink"]
+
+    monkeypatch.setattr(mtp, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(mtp, "get_tensor_model_parallel_rank", lambda: 0)
+    block = SimpleNamespace(mtp_block=SimpleNamespace(ffn=SimpleNamespace(use_mega_moe=True)))
+    draft = SimpleNamespace(
+        named_parameters=dict,
+        config=SimpleNamespace(
+            num_attention_heads=4, n_routed_experts=1, num_hidden_layers=MAIN, num_nextn_predict_layers=1
+        ),
+        model=SimpleNamespace(layers={"5": block}, mtp_start_layer_idx=MAIN, num_mtp_layers=1),
+    )
+    weights = [(f"mtp.0.attn.{name}", torch.ones(1)) for name in ("k_scale", "q_scale")]
+    with pytest.raises(ValueError, match="weights missing"):  # no parameter was looked for
+        mtp.DeepSeekV4MTP.load_weights(draft, weights)
+
+
+BAD = {
+    "layers.2.attn.k_scale": [
+        (torch.tensor([0.0]), "must be finite and positive, and is 0.0"),
+        (torch.tensor([-1.0]), "must be finite and positive, and is -1.0"),
+        (torch.tensor([math.nan]), "must be finite and positive, and is nan"),
+        (torch.tensor([math.inf]), "must be finite and positive, and is inf"),
+        (torch.tensor([1e-300], dtype=torch.float64), "must be finite and positive, and is 0.0"),
+        (torch.ones(2), "one floating-point element, and is [2] torch.float32"),
+        (torch.ones(1, dtype=torch.int32), "one floating-point element, and is [1] torch.int32"),
+        (None, "a q_scale for every k_scale or none, and layers.2.attn.k_scale stands alone"),
+    ],
+    "layers.2.attn.q_scale": [
+        (torch.tensor([math.inf]), "layers.2.attn.q_scale in"),
+        (None, "layers.2.attn.k_scale stands alone"),
+    ],
+    "layers.0.attn.v_scale": [(torch.ones(1), "holds layers.0.attn.v_scale, which is not a scale")],
+}
+
+
+@pytest.mark.parametrize("name, value, words", [(name, *case) for name, cases in BAD.items() for case in cases])
+def test_bad_scales_are_refused(file, name, value, words):
+    assert words in refusal(asked(respell(file, {name: value})))
+
+
+@pytest.mark.parametrize("layer", ["layers.4", "mtp.0"])
+def test_a_layer_without_a_scale_is_refused(file, layer):
+    path = respell(file, {f"{layer}.attn.k_scale": None, f"{layer}.attn.q_scale": None})
+    assert f"has no {layer}.attn.k_scale; calibrate again" in refusal(asked(path))
+    if layer == "mtp.0":  # not needed then; n-grams have the model itself for a draft
+        verify(asked(path, mtp=False))
+        config = asked(path)
+        config.speculative_config.draft_model_config.architecture = "DeepseekV4ForCausalLM"
+        verify(config)
+
+
+def test_scales_of_a_larger_model_are_refused(file):
+    more = {f"layers.{MAIN}.attn.{kind}_scale": torch.ones(1) for kind in "kq"}
+    assert "has scales of more layers than this model;" in refusal(asked(respell(file, more)))
+
+
+def test_files_that_are_none_are_refused(tmp_path):
+    assert "missing, which dsv4_scales names, cannot be read" in refusal(asked(tmp_path / "missing"))
+    (tmp_path / "text").write_text("kv: 1.0")
+    assert "cannot be read as safetensors" in refusal(asked(tmp_path / "text"))
+    save_file({}, tmp_path / "empty")
+    assert "holds no scale" in refusal(asked(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, backend",
+    [("auto", "FLASHINFER_MLA_SPARSE_DSV4"), ("bfloat16", None), ("fp8", None), ("fp8", "FLASHMLA_SPARSE_DSV4")],
+)
+def test_other_caches_take_no_scales(file, cache_dtype, backend):
+    assert "dsv4_scales in --additional-config is for" in refusal(asked(file, cache_dtype, backend))
+
+
+def test_resolving_twice(file):
+    assert verify(verify(asked(file))).cache_config.cache_dtype == "fp8_per_tensor"
+
+
+def test_ranks_are_merged():
+    """Two tensor-parallel ranks for each of two pipeline stages."""
+    workers = [{"0": [1.0, 2.0]}, {"0": [1.5, 1.0]}, {"1": [3.0, 3.0]}, {"1": [3.0, 4.0]}]
+    assert calibrate.merge(workers) == {0: [1.5, 2.0], 1: [3.0, 4.0]}
+    for bad in (0.0, math.inf, math.nan):
+        for worker in ([bad, 1.0], [1.0, bad]):
+            with pytest.raises(ValueError, match="Layer 0 saw"):
+                calibrate.merge([{"0": worker}, {"0": [0.0, 0.0]}])
+            with pytest.raises(ValueError, match="Layer 0 saw"):
+                calibrate.merge([{"0": [0.0, 0.0]}, {"0": worker}])
+    with pytest.raises(ValueError, match="no layer"):
+        calibrate.merge([{}])
+
+
+def test_observer_in_a_worker(monkeypatch):
+    """Every layer of ours is watched by its number, and each keeps its own maximum."""
+    class Layer(torch.nn.Module):
+        def forward(self, q, kv, positions, output):
+            pass
+
+    layers = {f"model.layers.{number}.attn": Layer() for number in (0, 5)}
+    for prefix, layer in layers.items():
+        layer.prefix, layer.kv_scale, layer.kv_scale_value = prefix, torch.ones(1), 1.0
+    seen = []
+    monkeypatch.setattr(calibrate, "observe", lambda layer, q, amax: seen.append((layer, amax.copy_(q))))
+    worker = calibrate.AmaxObserver()
+    context = layers | {"model.layers.0.attn.swa_cache": torch.nn.Module()}
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    worker.dsv4_observe()
+    for number, layer in enumerate(layers.values()):
+        layer(torch.tensor([1.0 + number, 2.0]), None, None, output=None)
+    assert [layer for layer, _ in seen] == list(layers.values())
+    assert worker.dsv4_observed() == {"0": [1.0, 2.0], "5": [2.0, 2.0]}
+
+
+def test_prompts(tmp_path):
+    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_text("one\n\ntwo\n")
+    lines.write_text('{"prompt": "one"}\n{"prompt": [1, 2]}\n')
+    assert calibrate.read_prompts(text) == ["one", "two"]
+    assert calibrate.read_prompts(lines) == ["one", {"prompt_token_ids": [1, 2]}]
+    for bad in ('{"text": "one"}', "[]", "one"):
+        lines.write_text(bad)
+        with pytest.raises(ValueError, match="p.jsonl:1 is not"):
+            calibrate.read_prompts(lines)
+    text.write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        calibrate.read_prompts(text)
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """The whole command with a stand-in engine: what it is started with, and what is written."""
+    calls = []
+
+    class Engine:
+        def __init__(self, **options):
+            calls.append(options)
+            config = SimpleNamespace(model=options["model"], hf_config=SimpleNamespace(num_hidden_layers=1))
+            self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
+
+        def collective_rpc(self, name):
+            return [{"0": [100.0, 4.0], "1": [7.0, 4.0]}] if name == "dsv4_observed" else [None]
+
+        def generate(self, prompts, params):
+            calls.append((prompts, params.max_tokens))
+
+    monkeypatch.setitem(vars(calibrate.vllm), "LLM", Engine)
+    monkeypatch.setattr(current_platform, "device_type", "cuda")  # vLLM's options need one
+    prompts, output = tmp_path / "p.txt", tmp_path / "s.safetensors"
+    prompts.write_text("hello\n")
+    command = ["--model", "m", "--prompts", str(prompts), "--output", str(output), "--max-tokens", "3"]
+    assert calibrate.main([*command, "--tensor-parallel-size", "2"]) == 0
+    options, generated = calls
+    assert generated == (["hello"], 3) and "prompts" not in options
+    wanted = dict(model="m", tensor_parallel_size=2, kv_cache_dtype="bfloat16", enforce_eager=True, block_size=256)
+    assert wanted.items() <= options.items()
+    assert resolve_obj_by_qualname(options["worker_extension_cls"]) is calibrate.AmaxObserver
+    assert scales.load_scales(asked(output)).values == {
+        "layers.0.attn.k_scale": 0.5, "layers.0.attn.q_scale": 2**-5,
+        "mtp.0.attn.k_scale": 2**-5, "mtp.0.attn.q_scale": 2**-5,
+    }  # fmt: skip
+    assert "Wrote" in capsys.readouterr().out
+    for spoiled in (["--prompts", str(tmp_path / "none")], ["--output", str(tmp_path / "no/s")]):
+        with pytest.raises(SystemExit) as stopped:
+            calibrate.main([*command, *spoiled])
+        assert stopped.value.code == 2 and len(calls) == 2
