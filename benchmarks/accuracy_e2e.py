@@ -20,8 +20,18 @@ Runs:
     flashmla_compiled, bf16_compiled, fp8_compiled    with vLLM's defaults: torch.compile, full and
                               piecewise graphs; Inductor rounds elsewhere, so these differ from
                               eager runs whatever the attention backend
+    fp8_calibrated, fp8_calibrated_graph    fp8 and fp8_graph with scales that the calibration command
+                              measures first, on other prompts (not in the default list)
     truth_rechunked           truth with prompts cut elsewhere: how much equal arithmetic differs
                               (not in the default list)
+
+What calibrated scales keep shows on checkpoints with large or small keys, where the bar of `fp8` itself may fail:
+
+    for rms in 64 1 0.015625; do
+        python scripts/make_mini_checkpoint.py /tmp/mini-$rms --kv-rms $rms
+        python benchmarks/accuracy_e2e.py --model /tmp/mini-$rms --out scales_$rms.json \\
+            --runs truth,flashmla,bf16,fp8,fp8_calibrated,fp8_calibrated_graph
+    done
 
 Runs found in --work are not repeated, so the list may be spread over several commands:
 `--runs truth,flashmla`, then `--runs bf16,fp8`. The exit status is 0 when every run and every
@@ -69,24 +79,30 @@ RUNS: dict[str, dict[str, Any]] = {
     "truth_fp8": {"backend": BACKEND, "kv": "fp8_per_tensor", "env": REFERENCE_ENV},
     "bf16_graph": {"backend": BACKEND, "kv": "bfloat16", "compilation": GRAPHS_ONLY},
     "fp8_graph": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": GRAPHS_ONLY},
+    "fp8_calibrated": {"backend": BACKEND, "kv": "fp8_per_tensor", "scales": True},
+    "fp8_calibrated_graph": {
+        "backend": BACKEND, "kv": "fp8_per_tensor", "scales": True, "compilation": GRAPHS_ONLY,
+    },
     "flashmla_graph": {"backend": None, "kv": "fp8", "compilation": GRAPHS_ONLY},
     "bf16_compiled": {"backend": BACKEND, "kv": "bfloat16", "compilation": {}},
     "fp8_compiled": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": {}},
     "flashmla_compiled": {"backend": None, "kv": "fp8", "compilation": {}},
     "truth_rechunked": {"backend": BACKEND, "kv": "bfloat16", "env": REFERENCE_ENV, "batch": 1280},
 }
-DEFAULT_RUNS = [r for r in RUNS if r != "truth_rechunked"]
+DEFAULT_RUNS = [r for r in RUNS if r != "truth_rechunked" and "calibrated" not in r]
 # (reference, run): what is compared.
 PAIRS = [
     ("truth", "flashmla"),
     ("truth", "bf16"),
     ("truth", "fp8"),
+    ("truth", "fp8_calibrated"),
     ("truth", "truth_fp8"),
     ("truth_fp8", "fp8"),
     ("truth", "truth_rechunked"),
     ("flashmla", "flashmla_graph"),
     ("bf16", "bf16_graph"),
     ("fp8", "fp8_graph"),
+    ("fp8_calibrated", "fp8_calibrated_graph"),
     ("flashmla", "flashmla_compiled"),
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
@@ -125,6 +141,8 @@ def child(job: dict[str, Any]) -> None:
     )
     if spec["backend"]:
         kwargs["attention_backend"] = spec["backend"]
+    if "scales" in spec:
+        kwargs["additional_config"] = {"dsv4_scales": job["scales"]}
     if "compilation" in spec:
         kwargs["compilation_config"] = {
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
@@ -221,18 +239,41 @@ def read_result(path: Path, key: str) -> dict[str, Any] | None:
 
 def start_run(name: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Run one configuration; {"ok", "seconds", ...}."""
-    spec = job["spec"]
+    job_file = args.work / f"{name}.job.json"
+    job_file.write_text(json.dumps(job))
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
+    done = start(name, command, job["spec"], args)
+    return done | {"ok": done["ok"] and bool(read_result(Path(job["out"]), job["key"]))}
+
+
+def calibrate(prompts: list[list[int]], scales: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Write `scales`, as a user would; {"ok", "seconds", ...}."""
+    prompt_file = args.work / "calibration.jsonl"
+    prompt_file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    command = [sys.executable, "-m", "vllm.dsv4_overlay.calibrate", "--skip-tokenizer-init"]
+    options = {
+        "model": args.model,
+        "prompts": prompt_file,
+        "output": scales,
+        "tensor-parallel-size": args.tp,
+        "max-model-len": 16384,
+        "max-num-batched-tokens": args.batch,
+        "gpu-memory-utilization": args.gpu_memory_utilization,
+    }
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return start("calibration", command, {"backend": BACKEND}, args)
+
+
+def start(name: str, command: list[str], spec: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Run a command with the environment of `spec`; {"ok", "seconds", ...}."""
     env = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0")  # requests arrive together: equal schedules
     if args.provider and spec["backend"]:
         env["VLLM_DSV4_PROVIDER"] = args.provider
     env.update(spec.get("env", {}))
-    job_file = args.work / f"{name}.job.json"
-    job_file.write_text(json.dumps(job))
     log_file = args.work / f"{name}.log"
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
     log(f"{name}: starting ({spec}); log in {log_file}")
     status, seconds = run_child(command, log_file, env, args.timeout)
-    if status == 0 and read_result(Path(job["out"]), job["key"]):
+    if status == 0:
         log(f"{name}: done in {seconds} s")
         return {"ok": True, "seconds": seconds}
     error = tail(log_file)
@@ -283,6 +324,7 @@ def describe(data: Any, lengths: list[int]) -> dict[str, Any]:
 
 def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    fp8_runs = ["fp8"] + ["fp8_calibrated"] * ("truth|fp8_calibrated" in comparisons)
 
     def value(pair: str, part: str, field: str) -> float | None:
         return ((comparisons.get(pair) or {}).get(part) or {}).get(field)
@@ -305,11 +347,12 @@ def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
         add(f"{part}: bf16 top-1", value("truth|bf16", part, "top1"), 0.995, True)
         kl = value("truth|bf16", part, "kl_mean")
         add(f"{part}: KL(truth|bf16) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
-        kl = value("truth|fp8", part, "kl_mean")
-        add(f"{part}: KL(truth|fp8) <= 2 KL(truth|flashmla)", kl, limit(2.0), False)
+        for run in fp8_runs:
+            kl = value(f"truth|{run}", part, "kl_mean")
+            add(f"{part}: KL(truth|{run}) <= 2 KL(truth|flashmla)", kl, limit(2.0), False)
         kl = value("truth_fp8|fp8", part, "kl_mean")
         add(f"{part}: KL(truth_fp8|fp8) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
-        for run in ("bf16", "fp8"):
+        for run in ("bf16", *fp8_runs):
             kl = value(f"{run}|{run}_graph", part, "kl_mean")
             add(f"{part}: KL({run}|{run}_graph) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
     return rows
@@ -404,6 +447,7 @@ def main(argv: list[str] | None = None) -> int:
         return key_of(base, forced, extra)
 
     record: dict[str, Any] = {}
+    scales = args.work / f"scales-{base}.safetensors"
     for name in runs:
         out = args.work / f"{name}.npz"
         if forced is not None and read_result(out, key(name)):
@@ -422,9 +466,14 @@ def main(argv: list[str] | None = None) -> int:
             "batch": args.batch,
             "tp": args.tp,
             "gpu_memory_utilization": args.gpu_memory_utilization,
+            "scales": str(scales),
             "out": str(out),
             "key": run_key,
         }
+        if "scales" in RUNS[name] and not scales.exists():
+            record[name] = calibrate(make_prompts(args.lengths, vocab, args.seed + 1), scales, args)
+            if not record[name]["ok"]:
+                continue
         record[name] = start_run(name, job, args)
         if forced is None and record[name]["ok"]:
             meta_file = out.with_suffix(".json")

@@ -29,6 +29,9 @@ backend from a broken one. These weights are built so that a comparison by logit
   that vLLM's kernels require. `--fp8-wo-b` quantises it as the public checkpoints do;
 * attention logits have a standard deviation near `KV_RMS`: neither uniform nor one-hot; sinks
   are moderate; keys and values have heavy-tailed channels, as trained models have;
+* `--kv-rms` gives keys and values another size and `wo_b` the inverse. So that logits stay as they
+  are, queries spend their norm on `Q_ONLY` channels that larger keys lack; smaller keys leave
+  attention nearly uniform, since queries are normed and cannot grow;
 * the compressors' gates are soft maxima over logits with a standard deviation above one;
 * the indexer sees the channels of the compressed rows that dominate the attention logits, through
   the same projections as the attention itself, and heads share part of their query direction:
@@ -91,12 +94,15 @@ class Shape:
     hc_mult: int = 4
     vocab: int = 8192  # small (129280)
     fp8_wo_b: bool = False
+    kv_rms: float = 2.5  # of KV rows
 
     def __post_init__(self) -> None:
         if len(self.compress_ratios) != self.layers + self.mtp_layers:
             raise ValueError("compress_ratios needs one entry a layer, next-token layers included")
         if any(r not in (0, 1, 4, 128) for r in self.compress_ratios):
             raise ValueError(f"unknown compress ratio in {self.compress_ratios}")
+        if not 0 < self.kv_rms < math.inf:
+            raise ValueError(f"kv_rms must be positive and finite, not {self.kv_rms}")
         if self.hidden % (2 * BLOCK):
             raise ValueError(f"hidden must be a multiple of {2 * BLOCK}: two halves of FP8 blocks")
         for name in ("q_lora", "o_lora", "head_dim", "moe_intermediate"):
@@ -111,7 +117,8 @@ class Shape:
 CONTEXT_SCALE = 2.0**-12  # so small that it leaves the RMS norms' float32 sums alone
 CLUSTERS = 8
 CLUSTER_SHARE = 0.5  # of an embedding's norm
-KV_RMS = 2.5  # norm weights of KV rows: about the standard deviation of the attention logits
+KV_RMS = Shape.kv_rms  # about the standard deviation of the attention logits
+Q_ONLY = 64  # channels before the RoPE dimensions that are zero in keys larger than KV_RMS
 HEAVY_CHANNELS, HEAVY_FACTOR = 10, 3.5
 Q_SHARED = 0.4  # variance that a layer's heads share in their queries
 SINK_MEAN, SINK_STD = 1.0, 1.5
@@ -137,6 +144,9 @@ class Recipe:
     def __init__(self, shape: Shape, seed: int):
         self.s = shape
         self.seed = seed
+        self.kv_gain = shape.kv_rms / KV_RMS
+        nope = shape.head_dim - shape.rope_dim
+        self.q_only = slice(nope - Q_ONLY if self.kv_gain > 1 else nope, nope)
 
     def normal(self, name: str, *size: int, std: float = 1.0) -> torch.Tensor:
         x = rng(self.seed, name).standard_normal(size, dtype=np.float32)
@@ -199,12 +209,13 @@ class Recipe:
         return w - LOGIT_SHIFT * self.cluster_directions().sum(0)
 
     def kv_weight(self, name: str, size: int) -> torch.Tensor:
-        """Norm weight of KV rows: log-normal, a few heavy channels, RMS `KV_RMS`."""
+        """Norm weight of KV rows: log-normal, a few heavy channels, RMS `kv_rms`."""
         w = torch.exp(self.normal(name, size, std=0.35))
         nope = size - self.s.rope_dim
         heavy = rng(self.seed, name + ":heavy").permutation(nope)[:HEAVY_CHANNELS]
         w[torch.from_numpy(heavy)] *= HEAVY_FACTOR
-        return w * (KV_RMS / w.square().mean().sqrt())
+        w[self.q_only] = 0
+        return w * (self.s.kv_rms / w.square().mean().sqrt())
 
     def index_channels(self, layer: str) -> torch.Tensor:
         """The compressed row's channels that the indexer sees: the heaviest, then RoPE's."""
@@ -218,7 +229,10 @@ class Recipe:
         name = f"{layer}.attn.wq_b.weight"
         w = self.linear(name, s.heads * s.head_dim, s.q_lora, math.sqrt(1 - Q_SHARED))
         shared = self.linear(name + ":shared", s.head_dim, s.q_lora, math.sqrt(Q_SHARED))
-        return w.view(s.heads, s.head_dim, s.q_lora).add_(shared).view(-1, s.q_lora)
+        w = w.view(s.heads, s.head_dim, s.q_lora).add_(shared)
+        if self.kv_gain > 1:  # the other channels of a normed query get an RMS of 1 / kv_gain
+            w[:, self.q_only] *= math.sqrt((s.head_dim * self.kv_gain**2 - s.head_dim + Q_ONLY) / Q_ONLY)
+        return w.view(-1, s.q_lora)
 
     def compressor(self, layer: str, ratio: int, part: str) -> torch.Tensor:
         """`wkv`, `wgate` or `ape` of the compressor, halves of an overlapping one stacked."""
@@ -268,9 +282,8 @@ class Recipe:
         return w
 
     def wo_b(self, name: str) -> torch.Tensor:
-        w = self.linear(
-            name, self.s.hidden, self.s.o_groups * self.s.o_lora, ATTN_GAIN * CONTEXT_SCALE
-        )
+        gain = ATTN_GAIN * CONTEXT_SCALE / self.kv_gain
+        w = self.linear(name, self.s.hidden, self.s.o_groups * self.s.o_lora, gain)
         w[self.halves()[0]] = 0
         return w
 
@@ -677,9 +690,10 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="quantise wo_b too, as the public checkpoints do (comparisons get noisier, see above)",
     )
+    parser.add_argument("--kv-rms", type=float, default=KV_RMS, help="of keys and values (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
-    shape = Shape(moe_intermediate=args.moe_intermediate_size, fp8_wo_b=args.fp8_wo_b)
+    shape = Shape(moe_intermediate=args.moe_intermediate_size, fp8_wo_b=args.fp8_wo_b, kv_rms=args.kv_rms)
 
     def log(line: str) -> None:
         if not args.quiet or not line.startswith("  "):

@@ -194,9 +194,30 @@ def test_indexer_repeats_the_compressors_rows(tensors):
     assert torch.equal(index[TINY.index_dim :], main[channels + TINY.head_dim])
 
 
+@pytest.mark.parametrize("rms", [64, 1 / 64])
+def test_size_of_keys(rms):
+    """Keys and values change, what attention weighs and adds does not; smaller keys only add less."""
+    plain, sized = mini.Recipe(TINY, 3), mini.Recipe(dataclasses.replace(TINY, kv_rms=rms), 3)
+    w = sized.kv_weight("layers.2.attn.kv_norm.weight", 512)
+    assert w.square().mean().sqrt().item() == pytest.approx(rms, rel=1e-4)
+    x = mini.rng(0, "x").standard_normal((100, TINY.q_lora), dtype=np.float32)
+
+    def logits(recipe):
+        q = torch.from_numpy(x) @ recipe.wq_b("layers.2").view(-1, 512, TINY.q_lora)[0].T
+        q = q * torch.rsqrt(q.square().mean(1, keepdim=True))
+        k = recipe.kv_weight("layers.2.attn.kv_norm.weight", 512) * recipe.normal("k", 512)
+        return (q @ k).std().item() * 512**-0.5
+
+    assert logits(sized) == pytest.approx(logits(plain) * (1 if rms > 1 else rms / mini.KV_RMS), rel=0.3)
+    wo_b = [r.wo_b("layers.2.attn.wo_b.weight").std().item() for r in (plain, sized)]
+    assert wo_b[0] / wo_b[1] == pytest.approx(rms / mini.KV_RMS)
+
+
 def test_bad_shapes_are_refused():
     with pytest.raises(ValueError, match="multiple"):
         dataclasses.replace(TINY, hidden=128)
+    with pytest.raises(ValueError, match="kv_rms"):
+        dataclasses.replace(TINY, kv_rms=0.0)
     with pytest.raises(ValueError, match="compress_ratios"):
         dataclasses.replace(TINY, layers=4)
 
@@ -320,6 +341,7 @@ def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
 
     def fake(name, job, args):
         started.append((name, job["forced"] is not None))
+        assert "calibrated" not in name or Path(job["scales"]).exists()
         if name == "fp8":
             return {"ok": False, "seconds": 1.0, "status": "1", "error": "boom"}
         noise = {"truth": 0.0, "flashmla": 0.1}.get(name, 0.01)
@@ -343,6 +365,20 @@ def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
     passed = {r["bar"]: r["passed"] for r in result["bars"]}
     assert passed["decode: KL(truth|bf16) <= KL(truth|flashmla)/10"] is True
     assert passed["decode: KL(truth|fp8) <= 2 KL(truth|flashmla)"] is None
+
+    def calibrate(prompts, scales, args):
+        assert [len(p) for p in prompts] == [7, 9] and prompts != e2e.make_prompts([7, 9], TINY.vocab, 0)
+        started.append(scales.write_text("scales"))
+        return {"ok": True, "seconds": 1.0}
+
+    started.clear()
+    monkeypatch.setattr(accuracy_e2e, "calibrate", calibrate)
+    runs = "fp8_calibrated,fp8_calibrated_graph"
+    assert accuracy_e2e.main([*base, "--runs", runs]) == 0
+    assert started == [6, ("fp8_calibrated", True), ("fp8_calibrated_graph", True)]
+    result = json.loads((tmp_path / "r.json").read_text())
+    passed = {r["bar"]: r["passed"] for r in result["bars"]}
+    assert passed["decode: KL(truth|fp8_calibrated) <= 2 KL(truth|flashmla)"] is True
 
     started.clear()
     assert accuracy_e2e.main([*base, "--runs", "truth,flashmla,bf16,fp8"]) == 1
