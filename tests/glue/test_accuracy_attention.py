@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.models.deepseek_v4.common.ops.cache_utils import quantize_and_insert_k_cache
+
+try:
+    from vllm.models.deepseek_v4.common.ops import quantize_and_insert_k_cache
+except ModuleNotFoundError:  # up to 0.21.0
+    from vllm.v1.attention.ops.deepseek_v4_ops import quantize_and_insert_k_cache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import accuracy_attention as table  # noqa: E402

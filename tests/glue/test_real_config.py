@@ -187,7 +187,7 @@ def test_flashmla_by_name(answers, stock_answers):
 
 def test_flashmla_is_not_touched(applied):
     """Neither its implementation, its metadata and its kernels, nor the operators that it stands on."""
-    weights = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp")}
+    loading = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp")}
     record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
     changed = [file["path"] for file in record["files"]]
     parts = ["v1/attention/backends/mla", "v1/attention/ops", "third_party/flashmla"]
@@ -195,7 +195,7 @@ def test_flashmla_is_not_touched(applied):
         parts += ["models/deepseek_v4/nvidia", "models/deepseek_v4/common"]
     for part in parts:
         assert (applied / "vllm" / part).is_dir()
-        assert not [path for path in changed if path.startswith(f"vllm/{part}/") and path not in weights]
+        assert not [path for path in changed if path.startswith(f"vllm/{part}/") and path not in loading]
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     answers = on_hopper(applied, models, requests, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     assert [answer.get("error") for answer in answers] == [None] * len(answers)
     assert [answer["graphs"] for answer in answers] == graphs
-    ours, stock = "DeepseekV4FullCacheImpl", "DeepseekV4FlashMLASparseImpl"
+    ours, stock = "DeepseekV4FullCacheBackend", "DeepseekV4FlashMLASparseBackend"
     expected = [ours] * len(features_e2e.STEP) + [stock, ours, ours]
-    assert [answer["layers"]["impl"] for answer in answers] == expected
+    assert [answer["layers"]["backend"] for answer in answers] == expected
 
 
 def test_configuration_imports_no_kernels(applied, tmp_path):

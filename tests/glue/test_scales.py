@@ -112,11 +112,14 @@ def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
 
 
 def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
-    from vllm.models.deepseek_v4.nvidia import mtp
-    from vllm.models.deepseek_v4.nvidia.model import _make_deepseek_v4_weights_mapper
+    try:
+        from vllm.models.deepseek_v4.nvidia import model, mtp
+    except ModuleNotFoundError:  # up to 0.21.0
+        from vllm.model_executor.models import deepseek_v4 as model
+        from vllm.model_executor.models import deepseek_v4_mtp as mtp
 
     names = [f"layers.0.attn.{name}" for name in ("k_scale", "q_scale", "attn_sink")]
-    assert _make_deepseek_v4_weights_mapper("fp4").apply_list(names) == ["model.layers.0.attn.attn_sink"]
+    assert model._make_deepseek_v4_weights_mapper("fp4").apply_list(names) == ["model.layers.0.attn.attn_sink"]
 
     monkeypatch.setattr(mtp, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(mtp, "get_tensor_model_parallel_rank", lambda: 0)
