@@ -14,7 +14,7 @@ from .errors import Refusal
 from .series import load_series, release_folders
 
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
-GPUS = {"hopper": "Hopper (9.0)", "blackwell": "Blackwell (10.0, 10.3, 12.0)"}
+GPUS = {"hopper": "Hopper (9.0)", "blackwell": "Blackwell (10.0, 10.3)"}
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H200": "hopper"}
 

@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
 CompressorMetadata = importlib.import_module(adapter.COMPRESSOR).CompressorMetadata
 InnerLayer = importlib.import_module(adapter.ATTENTION).DeepseekV4MLAAttention
+Wrapper = importlib.import_module(adapter.ATTENTION).DeepseekV4MultiHeadLatentAttentionWrapper
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-HEADS, EPS, SCALE, KV_SCALE = 2, 1e-6, 512**-0.5, 0.0625
+HEADS, EPS, SCALE, KV_SCALE, Q_SCALE = 2, 1e-6, 512**-0.5, 0.0625, 0.125
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Output and rows are rounded, and a few E4M3 rows round the other way in a tie.
 TOLERANCE = 4e-3
@@ -48,6 +49,8 @@ class Step:
         self.alignment = alignment
         self.kv_scale = kv_scale if dtype == E4M3 else 1.0
         self.kv_weight, self.scale = kv_weight, scale
+        self.query_dtype = attention.query_dtype(torch.empty(0, dtype=dtype))
+        self.q_scale = Q_SCALE if self.query_dtype == E4M3 else 1.0
         self.lengths = [old + new for old, new in requests]
         tokens = sum(new for _, new in requests)
         self.q = self.random(tokens + padding, HEADS, 512).to(BF16)
@@ -77,6 +80,7 @@ class Step:
             block_size=64,
             seq_lens=ints(self.lengths),
             query_start_loc=ints(starts),
+            query_start_loc_cpu=torch.tensor(starts),
             is_valid_token=torch.tensor([slot >= 0 for slot in slots], device=DEVICE),
             token_to_req_indices=ints(self.owner + stale),
             num_decodes=decodes,
@@ -92,6 +96,8 @@ class Step:
             scale=self.scale,
             kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
             kv_scale_value=self.kv_scale,
+            q_scale_inv=torch.tensor([1 / self.q_scale], device=DEVICE),
+            q_scale_value=self.q_scale,
             attn_sink=torch.cat((self.sink, torch.full((64 - HEADS,), float("nan")))).to(DEVICE),
             swa_cache_layer=SimpleNamespace(kv_cache=window, prefix="layer.swa"),
             kv_cache=torch.tensor([]),
@@ -190,11 +196,18 @@ class Step:
         cos_sin = self.cos_sin.to(DEVICE)
         in_range = positions.clamp(max=len(cos_sin) - 1)
         q = self.q.clone().to(DEVICE)  # normed in place
-        q = attention.insert(self.layer, q, kv, self.metadata, in_range, cos_sin, EPS)
+        wrapper = SimpleNamespace(
+            mla_attn=self.layer,
+            swa_cache_layer=self.layer.swa_cache_layer,
+            rotary_emb=SimpleNamespace(cos_sin_cache=cos_sin),
+            eps=EPS,
+        )
+        inserted = Wrapper._fused_qnorm_rope_kv_insert(wrapper, q, kv, in_range, self.context.attn_metadata)
+        q = q if inserted is None else inserted  # 0.21.0: in place, or kept for the inner layer
         if self.ratio > 1:
             metadata = self.context.attn_metadata
             assert attention.compress(self.compressor, self.layer, positions, cos_sin, metadata)
-        out = torch.full_like(q, float("nan"))
+        out = torch.full_like(q, float("nan"), dtype=BF16)
         with override_forward_context(self.context):
             if amax is not None:
                 calibrate.observe(self.layer, q, amax)
@@ -205,7 +218,8 @@ class Step:
         out = []
         for token, (request, position) in enumerate(zip(self.owner, self.position, strict=True)):
             q = selftest.normed(self.q[token].double())[None]
-            q = selftest.rotate(q, self.cos_sin[position][None])[0].to(BF16).double()
+            q = selftest.rotate(q, self.cos_sin[position][None])[0]
+            q = (q / self.q_scale).to(self.query_dtype).double() * self.q_scale
             keys = self.windows[request][max(0, position - 127) : position + 1]
             if self.ratio > 1:
                 rows = self.rows[request][: (position + 1) // self.ratio]

@@ -124,13 +124,33 @@ def test_resolving_twice_changes_nothing(cache_dtype):
     assert verify(copy.deepcopy(once)) == once
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 7), (11, 0), (12, 0), (12, 1)])
 def test_other_gpus_are_refused(monkeypatch, capability):
     on_gpu(monkeypatch, DeviceCapability(*capability))
     text = refusal(make())
-    assert f"compute capability {capability[0]}.{capability[1]};" in text and FLASHMLA in text
+    packed = ", where FlashInfer reads its packed 584-byte cache only" if capability[0] == 12 else ""
+    assert f"compute capability {capability[0]}.{capability[1]}{packed};" in text and FLASHMLA in text
     stock = make("fp8", None)
     assert verify(copy.deepcopy(stock)) == stock
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_blackwell_needs_flashinfer(monkeypatch, capability):
+    from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla
+
+    assert capability in flashinfer_sparse_mla.CAPABILITIES
+    on_gpu(monkeypatch, DeviceCapability(*capability))
+    monkeypatch.setattr(flashinfer_sparse_mla, "misfit", lambda found: "it is old; install" if found else None)
+    assert f"{FULL} on this GPU needs FlashInfer, but it is old; install." in refusal(make())
+    for name in ("triton", "reference"):
+        monkeypatch.setenv("VLLM_DSV4_PROVIDER", name)
+        verify(make())
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "flashinfer")
+    assert "VLLM_DSV4_PROVIDER=flashinfer needs FlashInfer, but it is old; install." in refusal(make())
+    monkeypatch.setattr(flashinfer_sparse_mla, "misfit", lambda found: None if found == capability else "other")
+    verify(make())
+    monkeypatch.delenv("VLLM_DSV4_PROVIDER")
+    verify(make())
 
 
 def test_no_gpu_is_refused(monkeypatch):
@@ -165,7 +185,10 @@ def test_provider_variable(monkeypatch):
     monkeypatch.setattr(native, "misfit", lambda capability: None if capability == (9, 0) else "of the GPU")
     for name in ("", *PROVIDERS):
         monkeypatch.setenv("VLLM_DSV4_PROVIDER", name)
-        verify(make())
+        if name != "flashinfer":
+            verify(make())
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "flashinfer")
+    assert "kernels for this cache on compute capability 10.0 and 10.3 only" in refusal(make())
     monkeypatch.setattr(native, "misfit", lambda capability: "it is not built; build it")
     monkeypatch.setenv("VLLM_DSV4_PROVIDER", "sm90")
     assert "VLLM_DSV4_PROVIDER=sm90 needs the native library" in (found := refusal(make()))

@@ -86,7 +86,7 @@ def test_table(device, query_lens, seq_lens, ratio, topk):
         assert lens[token] == 128 + len(expected)
         assert indices[token, 128 : 128 + len(expected)].tolist() == expected
     padding = slice(len(list(batch.positions())), None)
-    assert (visible[padding] == 0).all() and (lens[padding] == 128).all()
+    assert (visible[padding] == 0).all() and (lens[padding] == 128).all() and (indices[padding] == 0).all()
 
 
 def test_no_tokens(device):

@@ -15,6 +15,7 @@ from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
     build_sparse_index_table,
     compress_norm_rope_store,
+    flashinfer_sparse_mla,
     pick_provider,
     sparse_mla,
 )
@@ -39,10 +40,22 @@ def init_layer(layer: torch.nn.Module) -> None:
     layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
     layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
     layer.kv_scale_value, layer.q_scale_value = kv, q
+    if _provider(layer.kv_scale) == "flashinfer":
+        flashinfer_sparse_mla.prepare(layer.kv_scale.device)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
         logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.kv_scale.device.type))
+
+
+def _provider(tensor: torch.Tensor) -> str:
+    return provider() or pick_provider(tensor.device.type)[0]
+
+
+def query_dtype(cache: torch.Tensor) -> torch.dtype:
+    """What attention over this cache takes: BF16, but E4M3 where FlashInfer reads E4M3 rows."""
+    fp8 = cache.dtype != torch.bfloat16 and _provider(cache) == "flashinfer"
+    return torch.float8_e4m3fn if fp8 else torch.bfloat16
 
 
 def insert(
@@ -54,11 +67,20 @@ def insert(
     cos_sin_cache: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Norm and rotate `q` [tokens, heads, 512] BF16 in place, store rotated `kv` [tokens, 512]; returns `q`."""
+    """Norm and rotate `q` [tokens, heads, 512] BF16 in place, store rotated `kv` [tokens, 512]; returns `q`.
+
+    Where attention takes E4M3, the `q` returned is another tensor, divided by the layer's scale of queries.
+    """
     cache = layer.swa_cache_layer.kv_cache
     rest = (swa_metadata.slot_mapping, positions, cos_sin_cache)
     if cache.dtype == torch.bfloat16:
         torch.ops.dsv4_kernels.full_cache_bf16_insert(q, kv, cache, *rest, eps, swa_metadata.block_size)
+    elif query_dtype(cache) == torch.float8_e4m3fn:
+        q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
+        torch.ops.dsv4_kernels.full_cache_fp8_insert(
+            q, kv, q_fp8, cache, *rest, layer.kv_scale, layer.q_scale_inv, eps, swa_metadata.block_size
+        )
+        return q_fp8
     else:
         torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
             q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
@@ -107,30 +129,51 @@ def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> No
 def attend(
     layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor, swa_metadata: Any, compressed_metadata: Any
 ) -> None:
-    """Write `output` [tokens, heads, 512] for the decodes and the prefills of this step in one call.
+    """Write `output` [tokens, heads, 512] for the decodes and the prefills of this step.
 
-    Tokens behind them (graph padding that no request owns) are left as they are, as FlashMLA's path does.
+    One call does, except that FlashInfer gets the prefills in a second one: it was reported less accurate on a
+    mixed batch. Tokens behind them (graph padding that no request owns) are left as they are, as FlashMLA's path
+    does.
     """
     tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
     table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
-    window = _pool(layer.swa_cache_layer.kv_cache)
+    name = _provider(q)
     q_scale = layer.q_scale_value if q.dtype == torch.float8_e4m3fn else 1.0
-    sparse_mla(
-        q[:tokens, None],
-        window,
-        None,
-        table.indices,
-        _pool(layer.kv_cache) if compressed_metadata is not None else None,
-        table.lens,
-        table.visible,
-        out=output[:tokens, None],
-        bmm1_scale=layer.scale * q_scale * layer.kv_scale_value,
-        bmm2_scale=layer.kv_scale_value,
-        # The parameter is padded to 64 heads for FlashMLA.
-        sinks=layer.attn_sink[: q.shape[1]],
-        kv_layout="NHD",
-        provider=provider(),
-    )
+    first = slice(swa_metadata.num_decode_tokens if name == "flashinfer" else tokens)
+    parts: list[tuple] = [(first, q[first, None], output[first, None], table.visible[first], {})]
+    if first.stop < tokens:
+        rest = slice(first.stop, tokens)
+        parts.append((rest, q[rest], output[rest], *_prefills(swa_metadata)))
+    for part, query, out, seq_lens, ragged in parts:
+        sparse_mla(
+            query,
+            _pool(layer.swa_cache_layer.kv_cache),
+            None,
+            table.indices[part],
+            _pool(layer.kv_cache) if compressed_metadata is not None else None,
+            table.lens[part],
+            seq_lens,
+            out=out,
+            bmm1_scale=layer.scale * q_scale * layer.kv_scale_value,
+            bmm2_scale=layer.kv_scale_value,
+            # The parameter is padded to 64 heads for FlashMLA.
+            sinks=layer.attn_sink[: q.shape[1]],
+            kv_layout="NHD",
+            provider=name,
+            **ragged,
+        )
+
+
+def _prefills(metadata: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Lengths of the prefills of a step and, counted from the first of them, where each starts; once a step."""
+    cache = get_forward_context().additional_kwargs.setdefault("dsv4_prefills", {})
+    if id(metadata) not in cache:
+        first, end = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
+        cache[id(metadata)] = metadata.seq_lens[first:end], dict(
+            cum_seq_lens_q=metadata.query_start_loc[first : end + 1] - metadata.num_decode_tokens,
+            max_q_len=int(metadata.query_start_loc_cpu[first : end + 1].diff().max()),
+        )
+    return cache[id(metadata)]
 
 
 def _pool(cache: torch.Tensor) -> torch.Tensor:
@@ -233,5 +276,6 @@ def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
         metadata = {wrapper.compressor.state_cache.prefix: window, layer.prefix: compressed}
         compress(wrapper.compressor, layer, positions, cos_sin_cache, metadata)
     q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
-    insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
-    attend(layer, q, torch.empty_like(q), window, compressed)
+    out = torch.empty_like(q)
+    q = insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
+    attend(layer, q, out, window, compressed)

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from vllm.config import CacheConfig, VllmConfig
 from vllm.config.cache import CacheDType
-from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
+from vllm.dsv4_overlay.config import is_full_cache, serves, storage_dtype
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
@@ -22,7 +22,7 @@ class FullCacheBackend:
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return capability.major == 9
+        return serves(capability)
 
 
 class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):

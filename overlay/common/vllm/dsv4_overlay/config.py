@@ -29,7 +29,7 @@ _ACCEPTED_DTYPES = {
     "fp8_per_tensor": "fp8_per_tensor",
 }
 _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4m3fn}
-_SERVED_CAPABILITY = (9, 0)
+_HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
 
@@ -73,7 +73,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         return
 
     # Not at the top: this module is imported for every model, also where there is no Triton.
-    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, native
+    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, flashinfer_sparse_mla, native
 
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
@@ -94,7 +94,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}, which "
             f"accepts {', '.join(_ACCEPTED_DTYPES)}; fp8_ds_mla belongs to {_FLASHMLA.name}."
         )
-    _refuse_unserved_hardware()
+    capability = _served_capability()
     heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(
@@ -109,8 +109,12 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         )
     if provider() not in (None, *PROVIDERS):
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
-    if provider() == "sm90" and (problem := native.misfit(_SERVED_CAPABILITY)):
+    if provider() == "sm90" and (problem := native.misfit(capability)):
         raise ValueError(f"{_PROVIDER_VARIABLE}=sm90 needs the native library ({native.LIBRARY}), but {problem}.")
+    chosen = provider() or ("flashinfer" if capability in _BLACKWELL else None)
+    if chosen == "flashinfer" and (problem := flashinfer_sparse_mla.misfit(capability)):
+        who = f"{_PROVIDER_VARIABLE}=flashinfer" if provider() else f"{_FULL_CACHE.name} on this GPU"
+        raise ValueError(f"{who} needs FlashInfer, but {problem}.")
     if _ACCEPTED_DTYPES[cache_dtype] == "fp8_per_tensor":
         check_scales(vllm_config)
     cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
@@ -122,14 +126,22 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     )
 
 
-def _refuse_unserved_hardware() -> None:
+def serves(capability: tuple[int, int] | None) -> bool:
+    """Whether the full-width cache is served on GPUs of this compute capability."""
+    return capability in (_HOPPER, *_BLACKWELL)
+
+
+def _served_capability() -> tuple[int, int]:
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if capability != _SERVED_CAPABILITY:
-        found = f"compute capability {capability.as_version_str()}" if capability else "no CUDA GPU"
-        raise ValueError(
-            f"{_FULL_CACHE.name} serves Hopper GPUs (compute capability 9.0), and this machine has {found}; "
-            f"use {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla where vLLM supports it."
-        )
+    if serves(capability):
+        return tuple(capability)
+    found = f"compute capability {capability.as_version_str()}" if capability else "no CUDA GPU"
+    if capability and capability.major == 12:
+        found += ", where FlashInfer reads its packed 584-byte cache only"
+    raise ValueError(
+        f"{_FULL_CACHE.name} serves Hopper (compute capability 9.0) and Blackwell (10.0 and 10.3) GPUs, and this "
+        f"machine has {found}; use {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla where vLLM supports it."
+    )
 
 
 def provenance() -> str:

@@ -139,6 +139,7 @@ def check_cache_dtypes() -> str:
 
 
 def check_gpu() -> str:
+    from vllm.dsv4_overlay.config import serves
     from vllm.platforms import current_platform
 
     if not GPU:
@@ -146,7 +147,7 @@ def check_gpu() -> str:
     else:
         major, minor = torch.cuda.get_device_capability()
         found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-        if (major, minor) == (9, 0):
+        if serves((major, minor)):
             expect(configured("auto", current_platform) == "bfloat16", "the backend refuses this GPU")
             return found
     try:
@@ -288,7 +289,9 @@ class Sequence:
 
 def sequence_attention(seq: Sequence, picked: torch.Tensor | None, first: int) -> torch.Tensor:
     """Attention of the tokens from `first` on over the last 128 tokens and compressed rows, in float64."""
-    query = rotate(normed(seq.q.double()), seq.cos_sin).to(BF16).double()
+    from vllm.dsv4_overlay.attention import query_dtype
+
+    query = rotate(normed(seq.q.double()), seq.cos_sin).to(query_dtype(seq.window)).double()
     window = stored(rotate(seq.kv.double(), seq.cos_sin), seq.dtype)
     rows = stored(seq.compressed(), seq.dtype) if seq.ratio > 1 else None
     out = []
@@ -393,16 +396,18 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
     heads, last = 4, 6
     seq = Sequence(length=300, heads=heads, ratio=ratio, dtype=dtype)
     picked = None
-    if ratio == 4:  # as an indexer that likes a random half of the rows, valid ones first
+    if ratio == 4:  # as an indexer that has room for 64 rows and likes any
         picked = torch.full((last, 64), -1, dtype=torch.int32)
         for number, row in enumerate(picked):
             count = (seq.length - last + number + 1) // 4
-            row[: min(count, 32)] = torch.randperm(count, generator=seq.gen)[:32].int()
+            row[: min(count, 64)] = torch.randperm(count, generator=seq.gen)[:64].int()
     layer = SimpleNamespace(
         compress_ratio=ratio,
         scale=SCALE,
         kv_scale=torch.tensor([KV_SCALE], device=DEVICE),
         kv_scale_value=KV_SCALE if dtype == E4M3 else 1.0,
+        q_scale_inv=torch.ones(1, device=DEVICE),
+        q_scale_value=1.0,
         attn_sink=torch.cat((seq.sink, torch.full((64 - heads,), float("-inf")))).to(DEVICE),
         swa_cache_layer=SimpleNamespace(kv_cache=seq.window),
         kv_cache=seq.rows,
@@ -419,7 +424,10 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
         token_to_req_indices=ints(*[0] * last),
         is_valid_token=torch.ones(last, dtype=torch.bool, device=DEVICE),
         query_start_loc=ints(0, last),
+        query_start_loc_cpu=torch.tensor([0, last]),
         seq_lens=ints(seq.length),
+        num_decodes=0,
+        num_prefills=1,
         num_decode_tokens=0,
         num_prefill_tokens=last,
     )
@@ -453,7 +461,8 @@ def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:
     formats = (("BF16", BF16, BF16), ("FP8 cache", BF16, E4M3), ("FP8 cache and q", E4M3, E4M3))
     for provider in sorted({"triton", pick_provider("cuda")[0] if GPU else "triton"}):
         for heads in (8, 64, 128):
-            for kind, q, dtype in formats:
+            # FlashInfer takes query and rows of one dtype.
+            for kind, q, dtype in (f for f in formats if provider != "flashinfer" or f[1] == f[2]):
                 label = f"{provider}, {heads} heads, {kind}"
                 checks.append((label, check_sparse_mla, (provider, heads, q, dtype)))
     for name, dtype in FORMATS:

@@ -13,8 +13,9 @@ import torch
 HEAD_DIM = 512
 SWA_COLUMNS = 128
 MAX_HEADS = 128
-PROVIDERS = ("reference", "triton", "sm90")
+PROVIDERS = ("reference", "triton", "sm90", "flashinfer")
 _POOL_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+_MOST_SIGNATURES = 4096  # about 2 KB each
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,13 @@ class SparseMLACall:
     compressed_pool  the same, its page size may differ
     indices          [tokens, columns] int32, flat rows: SWA in columns 0-127, compressed from 128 on
     topk_lens        [tokens] int32: 128 + how many columns from 128 on are keys
-    visible          [tokens] int32, cached tokens that the query token sees: min(visible, 128) SWA columns
-                     are keys; <= 0 marks padding, which has no key at all whatever topk_lens says
+    seq_lens         [batch] int32, cum_seq_lens_q [batch + 1] int32 or None, and q_len, query tokens of every
+                     request, or the most of any where cum_seq_lens_q is there: as `sparse_mla` takes them
     out              [tokens, heads, 512] BF16
     bmm1_scale       float, or a one-element float32 tensor: multiplies q k before the softmax
     bmm2_scale       the same, multiplies the output
     sinks            [heads] float32, or None
+    signature        hashable; equal for two calls whose arguments differ in values and addresses only
     """
 
     query: torch.Tensor
@@ -39,11 +41,32 @@ class SparseMLACall:
     compressed_pool: torch.Tensor
     indices: torch.Tensor
     topk_lens: torch.Tensor
-    visible: torch.Tensor
+    seq_lens: torch.Tensor
+    cum_seq_lens_q: torch.Tensor | None
+    q_len: int
     out: torch.Tensor
     bmm1_scale: float | torch.Tensor
     bmm2_scale: float | torch.Tensor
     sinks: torch.Tensor | None
+    signature: tuple
+
+    @functools.cached_property
+    def visible(self) -> torch.Tensor:
+        """int32 [tokens], cached tokens that the query token sees: min(visible, 128) SWA columns are keys.
+
+        <= 0 marks padding, which has no key at all whatever topk_lens says. On the device, without a sync.
+        """
+        return _visible_tokens(self.seq_lens, self.cum_seq_lens_q, self.query.shape[0], self.q_len)
+
+
+_valid: set[tuple] = set()
+
+
+def remember(known: set[tuple], signature: tuple) -> None:
+    """Add a `SparseMLACall.signature` to `known`; long-running servers see ever new ones, so it starts over."""
+    if len(known) >= _MOST_SIGNATURES:
+        known.clear()
+    known.add(signature)
 
 
 def sparse_mla(
@@ -77,7 +100,7 @@ def sparse_mla(
             `max_q_len`. BF16 or E4M3 (over E4M3 pools), 1 to 128 heads, last dimension contiguous.
         swa_kv_cache: sliding-window pool, `[pages, 1, page, 512]` (HND) or `[pages, page, 1, 512]` (NHD),
             BF16 or E4M3; rows contiguous, any stride between pages.
-        workspace_buffer: scratch of FlashInfer's kernels; the providers here allocate their own, None will do.
+        workspace_buffer: FlashInfer's scratch; every provider here, FlashInfer's too, allocates its own: None.
         sparse_indices: int32 `[sum_q, width]`, `width >= 128` and a multiple of 4, flat rows of the pools:
             columns 0-127 index the SWA pool, columns from 128 on the compressed pool. A negative entry is
             never read; entries past the lengths may be stale.
@@ -95,33 +118,60 @@ def sparse_mla(
         cum_seq_lens_q: int32 `[batch + 1]`, first query token of each request, for ragged queries.
         max_q_len: longest query of a ragged batch.
         enable_pdl: accepted for FlashInfer's sake, without effect here.
-        provider: "reference", "triton" or "sm90"; None picks (`pick_provider` says why).
+        provider: "reference", "triton", "sm90" or "flashinfer"; None picks (`pick_provider` says why).
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: an argument does not fit; the message names it and says what fits.
+        ValueError: an argument does not fit; the message names it and says what fits. What depends on shapes,
+            strides and dtypes is checked at the first call that has them.
     """
-    call = _validate(
-        query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out,
-        bmm1_scale, bmm2_scale, sinks, kv_layout, cum_seq_lens_q, max_q_len,
-    )  # fmt: skip
+    if compressed_kv_cache is None:
+        compressed_kv_cache = swa_kv_cache
+    if out is None:
+        out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
+    tensors = (query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out, sinks,
+               cum_seq_lens_q)  # fmt: skip
+    signature = (kv_layout, max_q_len, type(bmm1_scale), type(bmm2_scale))
+    signature += tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    if signature not in _valid:
+        _validate(*tensors, kv_layout, max_q_len)
+        remember(_valid, signature)
     name = provider or pick_provider(query.device.type)[0]
     if name not in PROVIDERS:
         raise ValueError(f"sparse_mla has no provider {name!r}; it has {', '.join(PROVIDERS)}.")
+    heads = query.shape[-2]
+    head_axis = 1 if kv_layout == "HND" else 2
+    call = SparseMLACall(
+        query=query.view(-1, heads, HEAD_DIM),
+        swa_pool=swa_kv_cache.squeeze(head_axis),
+        compressed_pool=compressed_kv_cache.squeeze(head_axis),
+        indices=sparse_indices,
+        topk_lens=sparse_topk_lens,
+        seq_lens=seq_lens,
+        cum_seq_lens_q=cum_seq_lens_q,
+        q_len=query.shape[1] if max_q_len is None else max_q_len,
+        out=out.view(-1, heads, HEAD_DIM),
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=sinks,
+        signature=signature,
+    )
     if call.query.shape[0]:
         _load_provider(name)(call)
-    return call.out.view(query.shape) if out is None else out
+    return out
 
 
 @functools.cache
 def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
-    # Imported on first use: a provider may need more than torch (Triton, later FlashInfer or our CUDA).
+    # Imported on first use: a provider may need more than torch (Triton, FlashInfer or our CUDA).
     if name == "reference":
         from .reference import sparse_mla_reference as run
     elif name == "sm90":
         from .sm90 import sparse_mla_sm90 as run
+    elif name == "flashinfer":
+        from .flashinfer_sparse_mla import sparse_mla_flashinfer as run
     else:
         from .triton_sparse_mla import sparse_mla_triton as run
     return run
@@ -131,19 +181,24 @@ def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
 def pick_provider(device_type: str) -> tuple[str, str]:
     """The provider for tensors on `device_type` ("cuda", "cpu"), and the reason in words for the log."""
     if device_type == "cuda":
-        from . import sm90
+        from . import flashinfer_sparse_mla, sm90
 
         capability = torch.cuda.get_device_capability()
         if sm90.serves(capability):
             return "sm90", "the native library has kernels for compute capability 9.0"
+        if capability in flashinfer_sparse_mla.CAPABILITIES:
+            problem = flashinfer_sparse_mla.misfit(capability)
+            if problem is None:
+                return "flashinfer", "FlashInfer has kernels for compute capability {}.{}".format(*capability)
+            return "triton", f"FlashInfer cannot serve: {problem}"
         return "triton", "there are no native kernels for compute capability {}.{}".format(*capability)
     return "reference", f"the Triton kernels need a GPU and the tensors are on {device_type}"
 
 
 def _validate(
-    query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out,
-    bmm1_scale, bmm2_scale, sinks, kv_layout, cum_seq_lens_q, max_q_len,
-) -> SparseMLACall:  # fmt: skip
+    query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out, sinks,
+    cum_seq_lens_q, kv_layout, max_q_len,
+) -> None:  # fmt: skip
     ragged = cum_seq_lens_q is not None
     if ragged != (max_q_len is not None):
         raise ValueError("sparse_mla: cum_seq_lens_q and max_q_len go together; pass both or neither.")
@@ -155,31 +210,27 @@ def _validate(
         raise ValueError(f"sparse_mla: 1 to {MAX_HEADS} heads are served, query has {heads}.")
     if query.dtype not in _POOL_DTYPES:
         raise ValueError(f"sparse_mla: query must be bfloat16 or float8_e4m3fn, got {query.dtype}.")
-    if compressed_kv_cache is None:
-        compressed_kv_cache = swa_kv_cache
-    swa_pool = _pool(swa_kv_cache, "swa_kv_cache", kv_layout)
-    compressed_pool = _pool(compressed_kv_cache, "compressed_kv_cache", kv_layout)
-    if swa_pool.dtype != compressed_pool.dtype:
+    _validate_pool(swa_kv_cache, "swa_kv_cache", kv_layout)
+    _validate_pool(compressed_kv_cache, "compressed_kv_cache", kv_layout)
+    if swa_kv_cache.dtype != compressed_kv_cache.dtype:
         raise ValueError(
-            f"sparse_mla: both pools must have one dtype, got {swa_pool.dtype} and {compressed_pool.dtype}."
+            f"sparse_mla: both pools must have one dtype, got {swa_kv_cache.dtype} and "
+            f"{compressed_kv_cache.dtype}."
         )
-    if query.dtype == torch.float8_e4m3fn and swa_pool.dtype != query.dtype:
+    if query.dtype == torch.float8_e4m3fn and swa_kv_cache.dtype != query.dtype:
         raise ValueError("sparse_mla: an E4M3 query needs E4M3 pools, these are bfloat16.")
-    if out is None:
-        out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
-    elif out.shape != query.shape or out.dtype != torch.bfloat16 or out.stride(-1) != 1:
+    if out.shape != query.shape or out.dtype != torch.bfloat16 or out.stride(-1) != 1:
         raise ValueError(
             f"sparse_mla: out must be bfloat16 of query's shape {tuple(query.shape)} with contiguous rows, "
             f"got {out.dtype} {tuple(out.shape)}."
         )
-    q_len = query.shape[1] if not ragged else 1
     try:  # Flattening must not copy: providers write through `out`.
-        flat_query, flat_out = query.view(-1, heads, HEAD_DIM), out.view(-1, heads, HEAD_DIM)
+        tokens = query.view(-1, heads, HEAD_DIM).shape[0]
+        out.view(-1, heads, HEAD_DIM)
     except RuntimeError:
         raise ValueError(
             "sparse_mla: the batch and q_len dimensions of query and out must merge without a copy."
         ) from None
-    tokens = flat_query.shape[0]
     width = sparse_indices.shape[-1]
     if sparse_indices.shape != (tokens, width) or width < SWA_COLUMNS or width % 4:
         raise ValueError(
@@ -207,22 +258,9 @@ def _validate(
         raise ValueError(
             f"sparse_mla: sinks must be float32 [{heads}], got {sinks.dtype} {tuple(sinks.shape)}."
         )
-    return SparseMLACall(
-        query=flat_query,
-        swa_pool=swa_pool,
-        compressed_pool=compressed_pool,
-        indices=sparse_indices,
-        topk_lens=sparse_topk_lens,
-        visible=_visible_tokens(seq_lens, cum_seq_lens_q, tokens, q_len),
-        out=flat_out,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        sinks=sinks,
-    )
 
 
-def _pool(cache: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
-    """A cache in either layout as `[pages, page, 512]`."""
+def _validate_pool(cache: torch.Tensor, name: str, kv_layout: str) -> None:
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f'sparse_mla: kv_layout must be "HND" or "NHD", got {kv_layout!r}.')
     head_axis = 1 if kv_layout == "HND" else 2
@@ -233,7 +271,6 @@ def _pool(cache: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
         raise ValueError(
             f"sparse_mla: {name} must hold contiguous rows of bfloat16 or float8_e4m3fn, got {cache.dtype}."
         )
-    return cache.squeeze(head_axis)
 
 
 def _visible_tokens(

@@ -16,7 +16,8 @@ _BLOCK = 128
 class SparseIndexTable:
     """What `sparse_mla` takes for queries of one token each (`[tokens, 1, heads, 512]`).
 
-    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of the compressed pool
+    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of the compressed pool; -1
+             behind the keys of a token, 0 throughout for padding
     lens     [tokens] int32, 128 + compressed keys: `sparse_topk_lens`
     visible  [tokens] int32, cached tokens up to and including this one, 0 for padding: `seq_lens`
     """
@@ -123,6 +124,8 @@ def _build_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if tl.load(is_valid_ptr + token) == 0:
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        tl.store(indices_ptr + token * width + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
         if part == 0:
             tl.store(lens_ptr + token, _SWA_COLUMNS)
             tl.store(visible_ptr + token, 0)
