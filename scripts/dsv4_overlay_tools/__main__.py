@@ -16,6 +16,8 @@ if __name__ == "__main__":
         from dsv4_overlay_tools.porting import check_release_main as main
     elif command == "matrix":
         from dsv4_overlay_tools.matrix import matrix_main as main
+    elif command == "image":
+        from dsv4_overlay_tools.image import main
     else:
         from dsv4_overlay_tools.maintain import check_main as main
     sys.exit(main(arguments, scripts.parent))

@@ -229,15 +229,17 @@ def _record_rows(record: dict, record_bytes: bytes) -> dict[str, tuple[str, int]
 
 def _provenance(repo_root: Path) -> tuple[str | None, bool | None]:
     """The commit of this repository, and whether what gets applied differs from it."""
-    if not (repo_root / ".git").exists():
-        return None, None
+    if not (repo_root / ".git").exists():  # as in an image's build, which is told
+        return os.environ.get("DSV4_OVERLAY_COMMIT") or None, None
     try:
         import git
-
+    except ImportError:  # it asks for the git program
+        return None, None
+    try:
         repo = git.Repo(repo_root)
         changed = repo.git.status("--porcelain", "--", "patches", "overlay", "VERSION")
         return repo.head.commit.hexsha, bool(changed)
-    except (ImportError, ValueError, git.GitError):
+    except (ValueError, git.GitError):
         return None, None
 
 

@@ -206,6 +206,18 @@ def test_git_without_tags_is_known_by_the_pinned_commit(engine, tmp_path):
     assert engine.ok(target)["notes"] == []
 
 
+def test_commit_without_git(engine, tmp_path, monkeypatch):
+    """An image is built without .git, and in a base without the git program."""
+    record = "vllm/_dsv4_overlay/record.json"
+    monkeypatch.setenv("DSV4_OVERLAY_COMMIT", "0123abcd")
+    engine.ok(target := make_target(tmp_path / "a", "installed"))
+    assert json.loads((target / record).read_text())["overlay_commit"] == "0123abcd"
+    (engine.root / ".git").mkdir()
+    monkeypatch.setitem(sys.modules, "git", None)
+    engine.ok(target := make_target(tmp_path / "b", "installed"))
+    assert json.loads((target / record).read_text())["overlay_commit"] is None
+
+
 def test_git_worktree(engine, tmp_path):
     main = make_target(tmp_path / "main", "git")
     git(main, "worktree", "add", "-q", str(tmp_path / "tree"), "v1.0.0")

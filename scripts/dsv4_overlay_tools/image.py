@@ -1,0 +1,141 @@
+"""docker/build.sh: the image of a vLLM release, from the pins in its release.toml."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from .errors import Refusal
+from .series import Series, find_series, load_series, release_folders
+
+NAME = "vllm-dsv4-overlay"
+BASE = "docker.io/vllm/vllm-openai"
+BUILDERS = ("docker", "podman", "buildah")
+
+
+def releases(root: Path) -> list[str]:
+    """Every release that a series serves."""
+    return sorted(release for folder in release_folders(root) for release in load_series(folder).sdists)
+
+
+def pins(series: Series, release: str) -> dict[str, str]:
+    """The [image] table for `release`: `digest` of the base and `flashinfer`, empty where it has none."""
+    table: dict[str, Any] = tomlkit.parse((series.folder / "release.toml").read_text("utf-8")).unwrap()
+    image = table.get("image", {})
+    return {
+        "digest": image.get("digests", {}).get(release, ""),
+        "flashinfer": image.get("flashinfer", ""),
+    }
+
+
+def revision(root: Path) -> str:
+    """The commit of this repository, with -dirty if the tree differs from it; empty without git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def arguments(root: Path, release: str, base: str = "", digest: str = "") -> dict[str, str]:
+    """The Dockerfile's build arguments. Raises Refusal(wrong-release)."""
+    image = pins(find_series(root, release), release)
+    name = base or f"{BASE}:v{release}"
+    digest = digest or ("" if base else image["digest"])
+    return {
+        "BASE_IMAGE": f"{name}@{digest}" if digest else name,
+        "BASE_NAME": name,
+        "BASE_DIGEST": digest,
+        "RELEASE": release,
+        "FLASHINFER": image["flashinfer"],
+        "VERSION": (root / "VERSION").read_text("utf-8").strip(),
+    }
+
+
+def bake(root: Path) -> str:
+    """docker-bake.json: a target for each release. The revision comes from the environment of bake."""
+    targets = {
+        "release-" + release.replace(".", "-"): {
+            "args": {**arguments(root, release), "REVISION": "${REVISION}"},
+            "tags": [f"{NAME}:{release}"],
+        }
+        for release in releases(root)
+    }
+    file = {
+        "variable": {"REVISION": {"default": ""}},
+        "group": {"default": {"targets": list(targets)}},
+        "target": targets,
+    }
+    return json.dumps(file, indent=2) + "\n"
+
+
+def _run(command: list[str], *, read: bool = True) -> str:
+    """Run `command`; return its standard output, or show it. Raises Refusal(build-failed)."""
+    print("+", " ".join(command), file=sys.stderr)
+    done = subprocess.run(command, stdout=subprocess.PIPE if read else sys.stderr, text=True, check=False)
+    if done.returncode:
+        what = " ".join(command[:2])
+        raise Refusal("build-failed", f"{what} ended with {done.returncode}; its output says why.")
+    return done.stdout.strip() if read else ""
+
+
+def resolve(builder: str, base: str) -> str:
+    """The digest of `base`, asked of its registry now. Raises Refusal."""
+    if builder == "buildah":
+        _run([builder, "pull", "--policy", "ifnewer", base])
+        digest = _run([builder, "images", "--format", "{{.Digest}}", base]).split("\n")[0]
+    else:
+        _run([builder, "pull", base])
+        digest = _run([builder, "image", "inspect", "--format", "{{index .RepoDigests 0}}", base])
+    digest = digest.rpartition("@")[2]
+    if not digest.startswith("sha256:"):
+        raise Refusal("build-failed", f"{builder} names no digest for {base}; give one: --base {base}@sha256:...")
+    return digest
+
+
+def main(argv: list[str], root: Path) -> int:
+    """build.sh: returns 0, 1 for a refusal or a failed build, or 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="build.sh",
+        description="Build the image of vLLM RELEASE with the overlay. Further options go to the builder.",
+    )
+    parser.add_argument("release", nargs="?", metavar="RELEASE")
+    parser.add_argument("--base", default="", help="build on this image: a mirror of vllm/vllm-openai, say")
+    parser.add_argument("--tag", help=f"default: {NAME}:RELEASE")
+    parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these on PATH")
+    parser.add_argument("--bake", action="store_true", help="print docker-bake.json and build nothing")
+    args, options = parser.parse_known_args(argv)
+    if args.bake == bool(args.release):
+        parser.error("give either RELEASE or --bake")
+    try:
+        if args.bake:
+            print(bake(root), end="")
+            return 0
+        name, _, digest = args.base.partition("@")
+        given = arguments(root, args.release, name, digest)
+        builder = args.builder or next(filter(shutil.which, BUILDERS), "")
+        if not shutil.which(builder):
+            raise Refusal("build-failed", f"There is no {builder or ', '.join(BUILDERS)} on PATH; install one.")
+        if not given["BASE_DIGEST"]:
+            given = arguments(root, args.release, given["BASE_NAME"], resolve(builder, given["BASE_NAME"]))
+        given["REVISION"] = revision(root)
+        tag = args.tag or f"{NAME}:{args.release}"
+        command = [builder, "build", "--tag", tag, *(["--layers"] if builder == "buildah" else [])]
+        for key, value in given.items():
+            command += ["--build-arg", f"{key}={value}"]
+        _run([*command, *options, str(root)], read=False)
+    except Refusal as refusal:
+        print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
+        return 1
+    print(f"built {tag} on {given['BASE_NAME']}@{given['BASE_DIGEST']}")
+    return 0
