@@ -18,6 +18,8 @@ if __name__ == "__main__":
         from dsv4_overlay_tools.matrix import matrix_main as main
     elif command == "image":
         from dsv4_overlay_tools.image import main
+    elif command == "manifests":
+        from dsv4_overlay_tools.manifests import main
     else:
         from dsv4_overlay_tools.maintain import check_main as main
     sys.exit(main(arguments, scripts.parent))

@@ -1,0 +1,115 @@
+"""deploy/kubernetes/check.sh: what is wrong with the settings of a variant, before anything is applied."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from .image import releases
+
+# What vLLM itself would refuse, but only in the cluster; tests compare these with vllm.dsv4_overlay.config.
+FULL_CACHE, FLASHMLA = "FLASHINFER_MLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
+CACHE_DTYPES = {
+    FULL_CACHE: ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_tensor"),
+    FLASHMLA: ("fp8", "fp8_ds_mla"),
+}
+HEADS = {"DeepSeek-V4-Flash": 64, "DeepSeek-V4-Pro": 128}
+MAX_CONTEXT = 1 << 20
+GPUS = 8  # in one machine
+KEYS = ("IMAGE", "RELEASE", "MODEL", "GPU", "TENSOR_PARALLEL_SIZE", "ATTENTION_BACKEND", "KV_CACHE_DTYPE",
+        "MAX_MODEL_LEN")  # fmt: skip
+
+
+class Wrong(Exception):
+    """A setting is wrong; the text is one sentence that says what to write."""
+
+
+def read(path: Path) -> dict[str, str]:
+    """The settings: each a line `  KEY: "value"` below `data:`. Raises Wrong."""
+    try:
+        _, found, data = path.read_text("utf-8").partition("\ndata:\n")
+    except OSError as error:
+        raise Wrong(f"{path} cannot be read ({error.strerror}); give the folder of a variant.") from None
+    settings: dict[str, str] = {}
+    for line in data.splitlines() if found else ():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = re.fullmatch(r'  (\w+): "([^"\\]*)"\s*(?:#.*)?', line)
+        if match is None:
+            raise Wrong(f"{path}: {line.strip()!r} is not of the form KEY: \"value\".")
+        if match[1] in settings:
+            raise Wrong(f"{path}: {match[1]} is there twice; remove one.")
+        settings[match[1]] = match[2]
+    return settings
+
+
+def _number(settings: dict[str, str], key: str, most: int) -> int:
+    value = settings[key]
+    if not re.fullmatch(r"[1-9]\d{0,8}", value) or int(value) > most:
+        raise Wrong(f"{key} is {value!r}; write a whole number from 1 to {most}.")
+    return int(value)
+
+
+def _one_of(settings: dict[str, str], key: str, values: tuple[str, ...] | list[str], of: str = "") -> str:
+    if settings[key] not in values:
+        raise Wrong(f"{key} is {settings[key]!r}{of}; write one of {', '.join(values)}.")
+    return settings[key]
+
+
+def heads(model: str) -> int:
+    """Attention heads of `model`: a known name, or a folder with config.json. Raises Wrong."""
+    for name, count in HEADS.items():
+        if model.rstrip("/").endswith(name):
+            return count
+    try:
+        return int(json.loads((Path(model) / "config.json").read_text("utf-8"))["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise Wrong(
+            f"MODEL is {model!r}, whose number of attention heads is unknown; write a name that ends in "
+            f"{' or '.join(HEADS)}, or a folder that is also here and has its config.json."
+        ) from None
+
+
+def check(root: Path, settings: dict[str, str]) -> None:
+    """Raise Wrong for the first setting that would not serve."""
+    for key in KEYS:
+        if not settings.get(key):
+            raise Wrong(f"{key} is missing; write it below data.")
+    for key in settings:
+        if key not in KEYS:
+            raise Wrong(f"{key} is no setting; the settings are {', '.join(KEYS)}.")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*(:\d+/[a-z0-9._/-]+)?", settings["IMAGE"]):
+        raise Wrong(f"IMAGE is {settings['IMAGE']!r}; write a repository without a tag, which is RELEASE.")
+    _one_of(settings, "RELEASE", releases(root))
+    backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
+    _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")
+    parallel = _number(settings, "TENSOR_PARALLEL_SIZE", GPUS)
+    count = heads(settings["MODEL"])
+    if count % parallel:
+        divisors = [str(number) for number in range(1, GPUS + 1) if count % number == 0]
+        raise Wrong(f"TENSOR_PARALLEL_SIZE is {parallel}, which does not divide the {count} attention heads of "
+                    f"{settings['MODEL']}; write one of {', '.join(divisors)}.")
+    _number(settings, "MAX_MODEL_LEN", MAX_CONTEXT)
+
+
+def main(argv: list[str], root: Path) -> int:
+    """check.sh: returns 0, 1 if a setting is wrong or 2 for wrong usage."""
+    variants = root / "deploy" / "kubernetes"
+    parser = argparse.ArgumentParser(
+        prog="check.sh", description="See that the settings of a variant would serve, before kubectl apply -k."
+    )
+    parser.add_argument("variant", metavar="VARIANT",
+                        help=f"{', '.join(sorted(p.parent.name for p in variants.glob('*/settings.yaml')))}, or a "
+                        "folder with settings.yaml")  # fmt: skip
+    args = parser.parse_args(argv)
+    folder = variants / args.variant
+    try:
+        check(root, read((folder if folder.is_dir() else Path(args.variant)) / "settings.yaml"))
+    except Wrong as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 1
+    print(f"The settings of {args.variant} are right: kubectl apply -k {folder}")
+    return 0
