@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""Serving benchmark: FlashMLA against FLASHINFER_MLA_SPARSE_DSV4 in BF16 and FP8, through `vllm bench serve`.
+
+    benchmarks/serve.sh --model DIR --tensor-parallel-size 4 --work /tmp/serve --out results.json
+    benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, dummy weights, no download
+    benchmarks/serve.sh --draw results.json            the table, and the chart results.svg
+
+The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
+(16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
+other on the same GPUs. Before a measurement come two that do not count: a few full prompts, and as
+many short ones as will run at once, so that nothing is compiled while the clock runs. What is in
+--work is not measured again, so an interrupted command can be given once more; --output-len and
+--concurrency make it shorter, and the result says so. --profile adds, with the first concurrency, the
+share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path += [str(REPO / "benchmarks"), str(REPO / "scripts")]
+
+FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
+RUNS = {
+    "FlashMLA": ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"],
+    "BF16": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"],
+    "FP8": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"],
+}
+GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+# Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
+ATTENTION = re.compile(
+    "flash_fwd|flash_mla|mla_combine|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
+)
+PROFILED_STEPS = 8
+CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+# Key in the result of `vllm bench serve`, heading, factor.
+COLUMNS = [
+    ("duration", "s", 1.0),
+    ("output_throughput", "output tok/s", 1.0),
+    ("mean_ttft_ms", "TTFT, s", 1e-3),
+    ("p99_ttft_ms", "P99", 1e-3),
+    ("mean_tpot_ms", "TPOT, ms", 1.0),
+    ("p99_tpot_ms", "P99", 1.0),
+]
+
+
+def stop(what: str) -> None:
+    sys.exit(f"error: {what}")
+
+
+def write(path: Path, value: Any) -> None:
+    """As a whole or not at all: what is half written would not be measured again."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(path)
+
+
+def write_dummy(folder: Path) -> None:
+    """config.json of the V4-Flash shape, and the mini checkpoint's tokenizer: only its tokens have text."""
+    import make_mini_checkpoint as mini
+
+    shape = mini.Shape(
+        layers=43, compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0), hash_layers=3, experts=256,
+        moe_intermediate=2048, vocab=129280, fp8_wo_b=True,
+    )  # fmt: skip
+    config = mini.model_config(shape) | {"expert_dtype": "fp4"}
+    folder.mkdir(parents=True, exist_ok=True)
+    mini.write_tokenizer(folder, mini.Shape().vocab)
+    write(folder / "config.json", config)
+
+
+def profile_delay(args: argparse.Namespace) -> int:
+    """Steps until only decoding is left, if at least 1024 tokens of the prompts are taken a step."""
+    return args.concurrency[0] * (args.input_len // 1024 + 1) if args.profile else 0
+
+
+class Server:
+    """`vllm serve` in a process group of its own; a context that ends it."""
+
+    def __init__(self, args: argparse.Namespace, name: str):
+        self.url = f"http://127.0.0.1:{args.port}"
+        self.log = args.work / f"{name}.log"
+        length = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
+        self.command = [
+            "vllm", "serve", args.model, "--port", str(args.port), *RUNS[name],
+            "--tensor-parallel-size", str(args.tensor_parallel_size), "--block-size", "256",
+            "--max-model-len", str(length), "--max-num-seqs", str(max(args.concurrency)),
+            "--no-enable-prefix-caching", "--compilation-config", json.dumps(GRAPHS),
+            *(["--load-format", "dummy"] if args.dummy else []), *args.serve_options,
+        ]  # fmt: skip
+        if args.profile:
+            self.command += ["--profiler-config", json.dumps({
+                "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
+                "torch_profiler_with_stack": False, "ignore_frontend": True,
+                "delay_iterations": profile_delay(args), "max_iterations": PROFILED_STEPS,
+            })]  # fmt: skip
+
+    def __enter__(self) -> Server:
+        began = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
+        print("+", " ".join(self.command), f"> {self.log}", flush=True)
+        while not self.healthy():
+            if self.process.poll() is not None:
+                stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
+            print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
+            time.sleep(2)
+        self.seconds = time.monotonic() - began
+        print(f"\rserves after {self.seconds:.0f} s")
+        return self
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def capacity(self) -> int:
+        found = CAPACITY.findall(self.log.read_text(errors="replace"))
+        return int(found[-1].replace(",", "")) if found else 0
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+                self.process.wait(timeout=60)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def bench(args: argparse.Namespace, url: str, prompts: int, length: int, output: int, *options: str) -> None:
+    command = [
+        "vllm", "bench", "serve", "--base-url", url, "--model", args.model, "--dataset-name", "random",
+        "--random-input-len", str(length), "--random-output-len", str(output), "--ignore-eos",
+        "--num-prompts", str(prompts), "--max-concurrency", str(prompts), "--seed", "0",
+        "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", *options,
+    ]  # fmt: skip
+    if subprocess.run(command).returncode:
+        stop(f"{' '.join(command[:3])} failed; the server's log is in {args.work}.")
+
+
+def attention_share(folder: Path) -> dict[str, Any]:
+    """GPU time of a decode step and what of it is attention, from rank 0's trace, with the longest kernels."""
+    traces = sorted(folder.glob("*rank0*.json.gz")) or sorted(folder.glob("*.json.gz"))
+    if not traces:
+        stop(f"the profiler left no trace in {folder}.")
+    with gzip.open(traces[-1]) as file:
+        events = json.load(file)["traceEvents"]
+    times: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / PROFILED_STEPS
+    total = sum(times.values())
+    attention = sum(time for name, time in times.items() if ATTENTION.search(name))
+    longest = sorted(times, key=lambda name: -times[name])[:12]
+    return {
+        "kernels_us": round(total, 1),
+        "attention_us": round(attention, 1),
+        "share": round(attention / total, 4),
+        "longest_us": {name[:120]: round(times[name], 1) for name in longest},
+    }
+
+
+def measure(args: argparse.Namespace, name: str) -> None:
+    """Whatever of run `name` is not in --work yet."""
+    missing = [count for count in args.concurrency if not (args.work / f"{name}-{count}.json").exists()]
+    profile = args.work / f"{name}-profile.json"
+    profiles = args.profile and not profile.exists()
+    if not missing and not profiles:
+        return
+    with Server(args, name) as server:
+        facts = {"kv_cache_tokens": server.capacity(), "start_seconds": round(server.seconds),
+                 "command": server.command}  # fmt: skip
+        write(args.work / f"{name}.json", facts)
+        bench(args, server.url, min(16, max(args.concurrency)), args.input_len, 8)
+        for number, count in enumerate(missing, 1):
+            print(f"{name}: {count} at once, {number} of {len(missing)}", flush=True)
+            bench(args, server.url, count, 64, 32)
+            draft = f"{name}-{count}.new"
+            bench(args, server.url, count, args.input_len, args.output_len,
+                  "--save-result", "--result-dir", str(args.work), "--result-filename", draft)  # fmt: skip
+            (args.work / draft).rename(args.work / f"{name}-{count}.json")
+        if profiles:
+            output = profile_delay(args) + 4 * PROFILED_STEPS
+            bench(args, server.url, args.concurrency[0], args.input_len, output, "--profile")
+            write(profile, attention_share(args.work / f"{name}-profile"))
+
+
+def collect(args: argparse.Namespace) -> dict[str, Any]:
+    import timing
+
+    result: dict[str, Any] = timing.provenance() | {
+        "weights": "dummy" if args.dummy else "real",
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "runs": {},
+    }
+    for name in args.runs:
+        run = json.loads((args.work / f"{name}.json").read_text()) | {"concurrency": {}}
+        for count in args.concurrency:
+            found = json.loads((args.work / f"{name}-{count}.json").read_text())
+            if found["completed"] != count:
+                stop(f"{name}-{count}.json has {found['completed']} answers of {count}; remove it and run again.")
+            run["concurrency"][str(count)] = {key: found[key] for key, _, _ in COLUMNS}
+        if args.profile:
+            run["decode_step"] = json.loads((args.work / f"{name}-profile.json").read_text())
+        result["runs"][name] = run
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    heads = ["at once", "", *(head for _, head, _ in COLUMNS), "KV cache, tokens"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for count in next(iter(result["runs"].values()))["concurrency"]:
+        for name, run in result["runs"].items():
+            values = [f"{run['concurrency'][count][key] * factor:,.2f}" for key, _, factor in COLUMNS]
+            lines.append("| " + " | ".join([count, name, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
+    for name, run in result["runs"].items():
+        if step := run.get("decode_step"):
+            of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
+            lines.append(f"{name}: {step['share']:.1%} of {of} is attention")
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        stop("the chart needs matplotlib; pip install matplotlib, then --draw.")
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "serve"  # the same bytes for the same numbers
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    shown = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
+    for panel, (key, head, factor) in zip(panels, (c for c in COLUMNS if c[0] in shown), strict=True):
+        for offset, (name, run) in enumerate(result["runs"].items()):
+            places = [place + (offset - 1) * 0.27 for place in range(len(run["concurrency"]))]
+            panel.bar(places, [row[key] * factor for row in run["concurrency"].values()], 0.25, label=name)
+            panel.set_xticks(range(len(places)), list(run["concurrency"]))
+        panel.set(title=head, xlabel="requests at once")
+    panels[0].legend()
+    figure.suptitle(
+        f"{result['gpu'].splitlines()[0]}, TP {result['tensor_parallel_size']}, "
+        f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
+    )
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="checkpoint folder or name")
+    what.add_argument("--dummy", type=Path, metavar="DIR", help="make this folder, and serve dummy weights")
+    what.add_argument("--draw", type=Path, metavar="JSON", help="only the table and the chart of a result")
+    parser.add_argument("--tensor-parallel-size", type=int, default=4)
+    parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
+    parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
+    parser.add_argument("--input-len", type=int, default=8192)
+    parser.add_argument("--output-len", type=int, default=8192)
+    parser.add_argument("--profile", action="store_true", help="also the share of attention in a decode step")
+    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--work", type=Path, default=Path("serve-work"), help="what was measured so far")
+    parser.add_argument("--out", type=Path, default=Path("serve.json"))
+    parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="for vllm serve, after --")
+    args = parser.parse_args()
+    if args.draw:
+        result = json.loads(args.draw.read_text())
+        print(table(result))
+        draw(result, args.draw.with_suffix(".svg"))
+        return
+    args.runs = args.runs.split(",")
+    if unknown := set(args.runs) - RUNS.keys():
+        stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
+    args.concurrency = [int(count) for count in args.concurrency.split(",")]
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.dummy:
+        write_dummy(args.dummy)
+        args.model = str(args.dummy)
+    # What is in the folder is only good for the same question.
+    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options")
+    question = {key: getattr(args, key) for key in keys}
+    asked = args.work / "question.json"
+    if asked.exists() and json.loads(asked.read_text()) != question:
+        stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
+    write(asked, question)
+    for name in args.runs:
+        measure(args, name)
+    result = collect(args)
+    write(args.out, result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+#!/bin/sh
+# Serving throughput and latency, FlashMLA against this backend: serve.sh --help
+exec python3 "$(dirname -- "$0")/serve.py" "$@"
