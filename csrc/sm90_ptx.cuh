@@ -23,8 +23,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
 }
 // Where a row of a pool is, by its index.
 __device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {
-  const unsigned page = pool.page, row = index;
-  return static_cast<const uint8_t*>(pool.rows) + row / page * pool.page_stride + row % page * pool.row_stride;
+  const unsigned row = index, page = __umulhi(pool.page.magic, row) + row >> pool.page.shift;
+  return static_cast<const uint8_t*>(pool.rows) + page * pool.page_stride +
+         (row - page * pool.page.value) * pool.row_stride;
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

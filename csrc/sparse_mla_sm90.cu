@@ -1,4 +1,4 @@
-// Which of the two Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
+// Which of the three Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
 
 #include <algorithm>
 
@@ -39,8 +39,10 @@ cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream) {
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
   for (const int heads : {16, 32})
     if (2 * blocks(heads) <= sms) return launch_sparse_mla_wgmma(call, heads, true, sms, stream);
-  const int heads = call.heads <= 32 || blocks(32) <= sms || !call.rows_are_fp8 ? 32 : 64;
-  return launch_sparse_mla_wgmma(call, heads, false, sms, stream);
+  if (!call.rows_are_fp8) return launch_sparse_mla_m64(call, sms, stream);
+  if (call.heads <= 32 || blocks(32) <= sms) return launch_sparse_mla_wgmma(call, 32, false, sms, stream);
+  if (call.heads <= 64 && blocks(64) > sms) return launch_sparse_mla_m64(call, sms, stream);
+  return launch_sparse_mla_wgmma(call, 64, false, sms, stream);
 }
 
 }  // namespace dsv4

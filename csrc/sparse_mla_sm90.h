@@ -7,11 +7,24 @@
 
 namespace dsv4 {
 
+// A number that numbers below 2^31 are divided by, with what replaces the division: Granlund and Montgomery, Division by
+// Invariant Integers using Multiplication (1994), figure 4.1.
+struct Divisor {
+  uint32_t value = 1, magic = 1;
+  int32_t shift = 0;
+
+  Divisor() = default;
+  Divisor(int32_t by) : value(by) {
+    while (uint64_t{1} << shift < value) ++shift;
+    magic = static_cast<uint32_t>((((uint64_t{1} << shift) - value) << 32) / value + 1);
+  }
+};
+
 // A pool of 512-wide rows; strides in bytes, rows 16-byte aligned.
 struct Pool {
   const void* rows;
   int64_t page_stride, row_stride;
-  int32_t page;  // rows of a page
+  Divisor page;  // rows of a page
 };
 
 // One call. Names and meaning: SparseMLACall in dsv4_kernels/interface.py. Strides are in elements.
@@ -33,7 +46,7 @@ struct SparseMla {
   bool q_is_fp8, rows_are_fp8;
 };
 
-// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the two below.
+// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the three below.
 cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
 
 // 16 heads a block; `paired` (E4M3 rows alone) for blocks of half the size, two an SM; 1 to 8 blocks share a token's
@@ -42,5 +55,8 @@ cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits
 
 // 16, 32 or (E4M3 rows) 64 heads a block; one block an SM, or `split`: two blocks share a token's keys.
 cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream);
+
+// 64 heads a block, heads on M; one block an SM.
+cudaError_t launch_sparse_mla_m64(const SparseMla& call, int sms, cudaStream_t stream);
 
 }  // namespace dsv4

@@ -9,16 +9,13 @@
 
 #include <cooperative_groups.h>
 
-#include "sm90_ptx.cuh"
+#include "sm90_wgmma.cuh"
 
 namespace cg = cooperative_groups;
 
 namespace dsv4 {
 namespace wgmma {
 
-constexpr int kTile = 64;  // keys
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;
 constexpr int kWeightBuffers = 3;
 constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
 // Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin. It is raised only
@@ -27,68 +24,6 @@ constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
 inline constexpr float kMargin = 4.f, kSlack = 15.f;
 inline constexpr int kRaised = 1, kStarted = 2;  // state after a tile: the maximum was raised; there is a maximum
 inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
-
-struct Params : SparseMla {
-  int head_blocks, splits, items;
-};
-
-// ---------------------------------------------------------------- PTX
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
-}
-// Named barrier of `threads` threads: 0 is __syncthreads.
-__device__ __forceinline__ void sync_threads(int id, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ bool sync_any(int id, int threads, bool mine) {
-  uint32_t any;
-  asm volatile(
-      "{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
-      : "=r"(any) : "r"(static_cast<uint32_t>(mine)), "r"(id), "r"(threads) : "memory");
-  return any;
-}
-// Orders this thread's stores to shared memory before later reads by wgmma.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// This thread arrives when the copies it has begun are there.
-__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void stmatrix_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b),
-               "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-// Keeps the compiler from using these registers' values further up.
-template <int I, int J>
-__device__ __forceinline__ void hold(uint32_t (&r)[I][J]) {
-#pragma unroll
-  for (int i = 0; i < I; ++i)
-#pragma unroll
-    for (int j = 0; j < J; ++j) asm volatile("" : "+r"(r[i][j])::"memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 #define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
@@ -144,13 +79,6 @@ __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, u
   DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18");
 }
 
-// An operand in shared memory: rows of 128 bytes, chunk c of row r at c ^ (r % 8); 8 rows after `group` bytes.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, int group = 1024) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | static_cast<uint64_t>(group >> 4) << 32 |
-         uint64_t{1} << 62;
-}
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row & 7) << 4); }
-
 // ---------------------------------------------------------------- layout
 
 template <bool FP8, int N>
@@ -180,33 +108,6 @@ struct Layout {
   static_assert(kHalves % 2 == 0, "a tile's halves must lie together");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
   static_assert(N * kDim * 4 <= kHalves * kHalfBytes, "partial output must fit the ring");
-};
-
-struct Lengths {
-  int visible, topk;
-
-  __device__ __forceinline__ Lengths(const Params& p, int i) {
-    const int token = min(i, p.items - 1) / (p.splits * p.head_blocks);
-    visible = p.visible[token], topk = p.topk_lens[token];
-  }
-};
-
-// What a block works on: some heads of a token and a share of its keys.
-struct Item {
-  int64_t token;
-  int head0, window, first, keys, tiles;
-
-  __device__ __forceinline__ Item(const Params& p, int i, int heads, const Lengths& lengths) {
-    token = i / (p.splits * p.head_blocks);
-    head0 = i / p.splits % p.head_blocks * heads;
-    window = max(0, min(lengths.visible, kWindow));
-    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
-    const int all = window + picked;
-    const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
-    first = min(i % p.splits * share, all);
-    keys = min(share, all - first);
-    tiles = (keys + kTile - 1) / kTile;
-  }
 };
 
 template <bool FP8, int N>
@@ -282,101 +183,7 @@ struct Block {
           ++count;
         }
       }
-      if (i < p.items) item = Item(p, i, N, lengths), next = look_up(0), prefetch_q(item);
-    }
-  }
-
-  // Into the L2 cache, for the warpgroup that will load it.
-  __device__ __forceinline__ void prefetch_q(const Item& item) const {
-    const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
-    for (int i = threadIdx.x % 128; i < N * lines; i += 128) {
-      const int head = item.head0 + i / lines;
-      const int64_t at =
-          (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
-      if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
-    }
-  }
-
-  // ---------------------------------------------------------------- q into shared memory, as B operand
-  // WARPS warps share the heads. `wait` is called between loads and stores.
-  template <int WARPS, typename Wait>
-  __device__ __forceinline__ void load_q(const Item& item, int odd, const Wait& wait) const {
-    uint4 raw[N / WARPS][2];
-#pragma unroll
-    for (int i = 0; i < N / WARPS; ++i) {
-      const int head = item.head0 + i * WARPS + warp % WARPS;
-      const int64_t at = item.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
-      if (head >= p.heads) {
-        raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
-      } else if (p.q_is_fp8) {
-        raw[i][0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + at);
-      } else {
-        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
-        raw[i][0] = from[0], raw[i][1] = from[1];
-      }
-    }
-    uint32_t largest[N / WARPS];
-    if (p.q_is_fp8)
-#pragma unroll
-      for (int i = 0; i < N / WARPS; ++i) to_bf16(raw[i]);
-#pragma unroll
-    for (int i = 0; i < N / WARPS; ++i) largest[i] = largest_of(raw[i]);
-#pragma unroll
-    for (int i = 0; i < N / WARPS; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
-    wait();
-#pragma unroll
-    for (int i = 0; i < N / WARPS; ++i) put_q(raw[i], largest[i], i * WARPS + warp % WARPS, odd);
-    const int row = threadIdx.x % (WARPS * 32);
-    if (row < N)
-      floats(L::kSink)[odd * N + row] =
-          p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
-    fence_async();
-  }
-
-  // The 16 values of a lane as BF16, where they are not already.
-  __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) const {
-    uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-#pragma unroll
-    for (int k = 3; k >= 0; --k) {
-      const uint32_t x = w[k];
-      w[2 * k] = half_to_bf16(e4m3_low(x)), w[2 * k + 1] = half_to_bf16(e4m3_high(x));
-    }
-    raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
-  }
-  // The largest magnitude of 16 values, as the bits of BF16, which are ordered like the numbers.
-  __device__ __forceinline__ static uint32_t largest_of(const uint4 (&raw)[2]) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(raw[h].x & 0x7FFF7FFF, raw[h].y & 0x7FFF7FFF),
-                                           __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
-    return max(largest & 0xFFFF, largest >> 16);
-  }
-  // Puts a row, with a lane's 16 values, where wgmma wants it.
-  __device__ __forceinline__ void put_q(uint4 (&raw)[2], uint32_t largest, int row, int odd) const {
-    float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
-    if constexpr (FP8) {
-      // fp16 holds q / 2^e whatever q is; 2^e, from the largest value of the row, goes back in with the scale.
-      const uint32_t power = largest << 16 & 0x7F800000;
-      const float inverse = __int_as_float(0x7F000000 - power);
-      scale *= __int_as_float(power);
-      const uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
-      uint32_t half[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const float2 x = unpack_bf16(w[k]);
-        half[k] = pack_half(x.x * inverse, x.y * inverse);
-      }
-      // Of 16 E4M3 dimensions in a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8
-      // and 2t + 9 of its A fragment, so q is put in that order.
-      raw[0] = make_uint4(half[0], half[2], half[4], half[6]), raw[1] = make_uint4(half[1], half[3], half[5], half[7]);
-    }
-    if (lane == 0) floats(L::kScale)[odd * N + row] = scale;
-    uint8_t* const to = smem + L::kQ + lane / 4 * N * 128;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
-      *reinterpret_cast<uint4*>(to + swizzled(row, lane % 4 * 2 + h)) = h ? raw[1] : raw[0];
+      if (i < p.items) item = Item(p, i, N, lengths), next = look_up(0), prefetch_q(p, item, N);
     }
   }
 
@@ -634,13 +441,15 @@ struct Block {
     for (int i = blockIdx.x; i < p.items; i += gridDim.x, ++items) {
       const Item item(p, i, N, Lengths(p, i));
       const int odd = items & 1;
+      float* const scales = floats(L::kScale) + odd * N, * const sinks = floats(L::kSink) + odd * N;
       if (items == 0) {
-        load_q<8>(item, odd, [] {});
+        load_q<N, 8, N / 8, FP8, FP8>(p, item, warp, lane, smem + L::kQ, scales, sinks, [] {});
         sync_threads(3, kConsumers);
       } else {
         // By the warpgroup whose tile is first, while the other one may still be at the end of the last item.
         if ((tile0 & 1) == group) {
-          load_q<4>(item, odd, [&] { barrier_wait(q_empty(), odd ^ 1); });
+          load_q<N, 4, N / 4, FP8, FP8>(p, item, warp, lane, smem + L::kQ, scales, sinks,
+                                 [&] { barrier_wait(q_empty(), odd ^ 1); });
           barrier_arrive(q_full());
         }
         barrier_wait(q_full(), odd ^ 1);

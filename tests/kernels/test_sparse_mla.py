@@ -137,7 +137,9 @@ def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
 
 # Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
 # block, keys shared or not, blocks with one token and with several.
-BATCHES = [(5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (270, 20), (270, 16)]
+BATCHES = [
+    (5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (270, 20), (270, 16), (300, 33),
+]  # fmt: skip
 
 
 @pytest.mark.gpu

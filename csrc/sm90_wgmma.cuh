@@ -1,0 +1,221 @@
+// What the two wgmma kernels share: instructions by name, operands in shared memory, how work is divided.
+#pragma once
+
+#include "sm90_ptx.cuh"
+
+namespace dsv4 {
+
+constexpr int kTile = 64;  // keys
+constexpr int kConsumers = 256;
+constexpr int kThreads = kConsumers + 128;
+
+struct Params : SparseMla {
+  int head_blocks, splits, items;
+};
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Named barrier of `threads` threads: 0 is __syncthreads.
+__device__ __forceinline__ void sync_threads(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ bool sync_any(int id, int threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+      : "=r"(any) : "r"(static_cast<uint32_t>(mine)), "r"(id), "r"(threads) : "memory");
+  return any;
+}
+// Orders this thread's stores to shared memory before later reads by wgmma.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// This thread arrives when the copies it has begun are there.
+__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void stmatrix_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b),
+               "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void stmatrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d) : "memory");
+}
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+// Keeps the compiler from using these registers' values further up.
+template <int I, int J>
+__device__ __forceinline__ void hold(uint32_t (&r)[I][J]) {
+#pragma unroll
+  for (int i = 0; i < I; ++i)
+#pragma unroll
+    for (int j = 0; j < J; ++j) asm volatile("" : "+r"(r[i][j])::"memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// An operand in shared memory: rows of 128 bytes, chunk c of row r at c ^ (r % 8); 8 rows after `group` bytes.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, int group = 1024) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | static_cast<uint64_t>(group >> 4) << 32 |
+         uint64_t{1} << 62;
+}
+// The same read along its rows: 64 columns, the next 64 after `block` bytes.
+__device__ __forceinline__ uint64_t transposed(uint32_t address, int block) {
+  return descriptor(address) & ~(uint64_t{0x3FFF} << 16) | static_cast<uint64_t>(block >> 4) << 16;
+}
+__device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ row & 7) << 4); }
+
+struct Lengths {
+  int visible, topk;
+
+  __device__ __forceinline__ Lengths(const Params& p, int i) {
+    const int token = min(i, p.items - 1) / (p.splits * p.head_blocks);
+    visible = p.visible[token], topk = p.topk_lens[token];
+  }
+};
+
+// What a block works on: some heads of a token and a share of its keys.
+struct Item {
+  int64_t token;
+  int head0, window, first, keys, tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int i, int heads, const Lengths& lengths) {
+    token = i / (p.splits * p.head_blocks);
+    head0 = i / p.splits % p.head_blocks * heads;
+    window = max(0, min(lengths.visible, kWindow));
+    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
+    const int all = window + picked;
+    const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
+    first = min(i % p.splits * share, all);
+    keys = min(share, all - first);
+    tiles = (keys + kTile - 1) / kTile;
+  }
+};
+
+// ---------------------------------------------------------------- q
+
+// `heads` rows into the L2 cache, by 128 threads.
+__device__ __forceinline__ void prefetch_q(const Params& p, const Item& item, int heads) {
+  const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
+  for (int i = threadIdx.x % 128; i < heads * lines; i += 128) {
+    const int head = item.head0 + i / lines;
+    const int64_t at =
+        (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
+    if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
+  }
+}
+
+// The 16 values of a lane as BF16, from E4M3.
+__device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) {
+  uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
+#pragma unroll
+  for (int k = 3; k >= 0; --k) {
+    const uint32_t x = w[k];
+    w[2 * k] = half_to_bf16(e4m3_low(x)), w[2 * k + 1] = half_to_bf16(e4m3_high(x));
+  }
+  raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
+}
+// The largest magnitude of 16 values, as the bits of BF16, which are ordered like the numbers.
+__device__ __forceinline__ uint32_t largest_of(const uint4 (&raw)[2]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(raw[h].x & 0x7FFF7FFF, raw[h].y & 0x7FFF7FFF),
+                                         __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
+  return max(largest & 0xFFFF, largest >> 16);
+}
+// The 16 BF16 values of a lane as fp16, which holds q / 2^e whatever q is; returns 2^e, from the largest of the row.
+__device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
+  const uint32_t power = largest << 16 & 0x7F800000;
+  const float inverse = __int_as_float(0x7F000000 - power);
+  uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const float2 x = unpack_bf16(w[k]);
+    w[k] = pack_half(x.x * inverse, x.y * inverse);
+  }
+  raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  return __int_as_float(power);
+}
+
+// HEADS rows of q into shared memory by WARPS warps, BATCH rows of each at a time: 64 dimensions of all, then the next,
+// each a swizzled operand; fp16 if HALF, else BF16. `scales`: what a product with a row is to be multiplied by, in
+// units of log2. `sinks` likewise. `wait` is called before anything is stored. PAIRED: of 16 dimensions, words 0, 2, 4
+// and 6 come first.
+template <int HEADS, int WARPS, int BATCH, bool HALF, bool PAIRED, typename Wait>
+__device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to, float* scales,
+                                       float* sinks, const Wait& wait) {
+#pragma unroll
+  for (int row0 = 0; row0 < HEADS; row0 += BATCH * WARPS) {
+    uint4 raw[BATCH][2];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int head = item.head0 + row0 + i * WARPS + warp % WARPS;
+      const int64_t at = item.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
+      if (head >= p.heads) {
+        raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
+      } else if (p.q_is_fp8) {
+        raw[i][0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + at);
+      } else {
+        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
+        raw[i][0] = from[0], raw[i][1] = from[1];
+      }
+    }
+    uint32_t largest[BATCH];
+    if (p.q_is_fp8)
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) to_bf16(raw[i]);
+    if constexpr (HALF) {
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) largest[i] = largest_of(raw[i]);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
+    }
+    if (row0 == 0) wait();
+    const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int row = row0 + i * WARPS + warp % WARPS;
+      float power = 1.f;
+      if constexpr (HALF) power = to_half(raw[i], largest[i]);
+      uint4 low = raw[i][0], high = raw[i][1];
+      if constexpr (PAIRED) {
+        const uint4 a = low, b = high;
+        low = make_uint4(a.x, a.z, b.x, b.z), high = make_uint4(a.y, a.w, b.y, b.w);
+      }
+      if (lane == 0) scales[row] = scale * power;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
+        *reinterpret_cast<uint4*>(to + lane / 4 * HEADS * 128 + swizzled(row, lane % 4 * 2 + h)) = h ? high : low;
+      }
+    }
+  }
+  const int row = threadIdx.x % (WARPS * 32);
+  if (row < HEADS) sinks[row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
+  fence_async();
+}
+
+}  // namespace dsv4

@@ -1,0 +1,522 @@
+// Sparse MLA over full-width rows for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
+//
+// Heads on M, S = Q K^T and O = P V. One warpgroup keeps q in registers, all 512 dimensions, and makes scores and
+// weights of one tile of 64 keys after another. Two multiply weights by rows, 256 dimensions each. The fourth fetches
+// rows, and q, into a ring of tiles; E4M3 rows on their way are widened to fp16. So nobody does two things in turns,
+// and the next item's q is a tile of the ring like any other.
+
+#include "sm90_wgmma.cuh"
+
+namespace dsv4 {
+namespace m64 {
+
+constexpr int kHeads = 64;
+constexpr int kBlockThreads = 512;
+// The maximum is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as well as the
+// weight itself, so that outputs are hardly ever rescaled.
+inline constexpr float kSlack = 15.f;
+inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
+
+#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DSV4_F16(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4), DSV4_F4(d, i + 8), DSV4_F4(d, i + 12)
+#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
+#define DSV4_D32                                                                                               \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+  "%29,%30,%31"
+#define DSV4_D64                                                                                                     \
+  DSV4_D32                                                                                                           \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
+  "%60,%61,%62,%63"
+
+// s (64 heads x 64 keys) = q (64 x 16, in registers) times k (64 x 16), plus s if ADD.
+template <bool HALF, bool ADD>
+__device__ __forceinline__ void score_product(float (&s)[32], const uint32_t (&q)[4], uint64_t k) {
+  if constexpr (HALF)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" DSV4_D32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : DSV4_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+  else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DSV4_D32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : DSV4_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+}
+// The same with q in shared memory.
+template <bool HALF>
+__device__ __forceinline__ void score_product(float (&s)[32], uint64_t q, uint64_t k) {
+  if constexpr (HALF)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" DSV4_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : DSV4_F32(s, 0) : "l"(q), "l"(k));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DSV4_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : DSV4_F32(s, 0) : "l"(q), "l"(k));
+}
+// o (64 heads x 128 dimensions) += p (64 x 16 keys) times v (16 keys x 128).
+template <bool HALF>
+__device__ __forceinline__ void output_product(float (&o)[64], uint64_t p, uint64_t v) {
+  if constexpr (HALF)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : DSV4_F32(o, 0), DSV4_F32(o, 32) : "l"(p), "l"(v));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : DSV4_F32(o, 0), DSV4_F32(o, 32) : "l"(p), "l"(v));
+}
+
+// Operands are blocks of 64 rows by 64 dimensions (or keys), 8 KB: rows of 128 bytes, swizzled.
+constexpr int kBlockBytes = 64 * 128;
+constexpr int kTileBytes = kDim / 64 * kBlockBytes;
+
+template <bool FP8>
+struct Layout {
+  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
+  static constexpr int kSecondQ = 2 * kTileBytes;                           // second half of the dimensions
+  static constexpr int kRaw = kSecondQ + kTileBytes / 2;                  // [kTile] rows, if E4M3
+  static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);    // [2][kTerms]
+  static constexpr int kStage = kWeights + 2 * kTerms * kBlockBytes;  // [8 warps][16 heads][64 dimensions]
+  static constexpr int kMaximum = kStage + 8 * 16 * 128;              // [2 weights][kHeads]
+  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;               // [items, even and odd][kHeads]
+  static constexpr int kKind = kFactor + 2 * kHeads * 4;  // [4 entries]
+  static constexpr int kThere = kKind + 4 * 4;            // [4 entries]: a bit for every row
+  static constexpr int kBarriers = kThere + 4 * 8;
+  static constexpr int kTotal = kBarriers + 12 * 8;
+  static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
+};
+
+// An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
+enum Kind { kEnd, kQ, kKeys };
+
+template <bool FP8>
+struct Block {
+  using L = Layout<FP8>;
+  const Params& p;
+  uint8_t* const smem;
+  const uint32_t base;
+  const int warp, lane;
+
+  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
+    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }       // with a tile
+  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(2 + slot); }  // BF16
+  __device__ __forceinline__ uint32_t raw_full() const { return barrier(2); }              // E4M3
+  __device__ __forceinline__ uint32_t raw_empty() const { return barrier(3); }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(4); }
+  __device__ __forceinline__ uint32_t q_read() const { return barrier(5); }
+  // Of the weights of a tile: there, and used.
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(6 + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(8 + buffer); }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kFetched = 128 + 4;
+    barrier_init(full(0), FP8 ? 256 : kFetched), barrier_init(full(1), FP8 ? 256 : kFetched);
+    barrier_init(barrier(2), FP8 ? kFetched : 256), barrier_init(barrier(3), 256);
+    barrier_init(q_full(), kFetched), barrier_init(q_read(), 128);
+    for (int i = 0; i < 2; ++i) barrier_init(ready(i), 128), barrier_init(used(i), 256);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  __device__ __forceinline__ int tiles_of(int i) const { return Item(p, i, kHeads, Lengths(p, i)).tiles; }
+
+  // ---------------------------------------------------------------- rows, and q, on their way
+  // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
+  // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
+  __device__ __forceinline__ void fetch() const {
+    const int row0 = warp % 4 * 16;
+    uint32_t entry = 0;
+    // By lane 0 of a warp, with the copies of all lanes.
+    const auto arrive = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const auto announce = [&](Kind kind, unsigned there) {
+      if (FP8) barrier_wait(raw_empty(), entry & 1 ^ 1);
+      if (lane == 0) {
+        *reinterpret_cast<uint16_t*>(smem + L::kThere + entry % 4 * 8 + warp % 4 * 2) = static_cast<uint16_t>(there);
+        if (warp % 4 == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+      }
+    };
+    // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
+    const int my_key = lane / 16 * kTile + row0 + lane % 16;
+    int i = blockIdx.x, key0 = -2 * kTile;
+    Item item(p, i, kHeads, Lengths(p, i));
+    Lengths next_lengths(p, i + gridDim.x);
+    const auto look_up = [&] {
+      key0 += 2 * kTile;
+      while (key0 >= item.keys) {
+        i += gridDim.x;
+        if (i >= p.items) return -2;
+        item = Item(p, i, kHeads, next_lengths), key0 = 0;
+        next_lengths = Lengths(p, i + gridDim.x);
+      }
+      const int key = key0 + my_key, column = key < item.window ? key : kWindow + key - item.window;
+      return key < item.keys ? p.indices[item.token * p.indices_stride + column] : -1;
+    };
+    int index = look_up();
+    while (index != -2) {
+      const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
+      if (index >= 0) from = row_of(key0 + my_key < item.window ? p.swa : p.compressed, index);
+      const unsigned there = __ballot_sync(~0u, index >= 0);
+      const bool starts = key0 == 0, two = key0 + kTile < item.keys;
+      if (starts) {
+        announce(kQ, 0);
+        if constexpr (FP8) {
+          barrier_arrive(raw_full()), arrive(raw_full());
+          barrier_wait(raw_empty(), entry & 1);
+        } else {
+          barrier_wait(empty(entry & 1), entry / 2 & 1);
+        }
+        fetch_q(item, entry & 1);
+        arrive(q_full());
+        ++entry;
+      }
+#pragma unroll
+      for (int t = 0; t < 2; ++t, ++entry) {
+        if (t == 1 && !two) break;
+        announce(kKeys, there >> t * 16);
+        if (!FP8) barrier_wait(empty(entry & 1), entry / 2 & 1);
+        const uint32_t full_barrier = FP8 ? raw_full() : full(entry & 1);
+        const uint32_t to = base + (FP8 ? L::kRaw + row0 * kDim + lane * 16
+                                        : (entry & 1) * kTileBytes + lane / 8 * kBlockBytes + row0 * 128);
+#pragma unroll
+        for (int r = 0; r < 16; ++r) {
+          const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), t * 16 + r) + lane * 16;
+          const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
+          if constexpr (FP8) {
+            copy16(to + r * kDim, reinterpret_cast<const uint8_t*>(row), bytes);
+          } else {
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+              copy16(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes, reinterpret_cast<const uint8_t*>(row) + c * 512,
+                     bytes);
+          }
+        }
+        copies_arrive(full_barrier);
+        arrive(full_barrier);
+        if (t == two) index = look_up();
+      }
+    }
+    if constexpr (FP8) announce(kEnd, 0), barrier_arrive(raw_full()), arrive(raw_full());
+  }
+
+  // 64 heads of q as they are, BF16; E4M3 is widened.
+  __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
+    const int row0 = warp % 4 * 16, to = slot * kTileBytes;
+    const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
+    if (!p.q_is_fp8) {
+#pragma unroll 4
+      for (int r = row0; r < row0 + 16; ++r) {
+        const bool is = item.head0 + r < p.heads;
+        const __nv_bfloat16* const from =
+            static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane * 8;
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          copy16(base + to + (c * 4 + lane / 8) * kBlockBytes + swizzled(r, lane % 8), from + c * 256, is ? 16 : 0);
+      }
+      copies_arrive(q_full());
+    } else {
+      for (int r = row0; r < row0 + 16; ++r) {
+        uint4 raw[2] = {};
+        if (item.head0 + r < p.heads)
+          raw[0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + first + r * p.q_head_stride +
+                                                   lane * 16);
+        to_bf16(raw);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          *reinterpret_cast<uint4*>(smem + to + lane / 4 * kBlockBytes + swizzled(r, lane % 4 * 2 + h)) = raw[h];
+      }
+      barrier_arrive(q_full());
+    }
+  }
+
+  // ---------------------------------------------------------------- scores and weights
+  __device__ __forceinline__ void weigh() const {
+    const int g = lane / 4, t = lane % 4, row = warp % 4 * 16 + g;
+    const int lane_row = warp % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
+    const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const int tiles = tiles_of(i);
+      if (tiles == 0) continue;
+      uint32_t q[16][4];  // first half of the dimensions
+      float scale[2] = {bmm1, bmm1};
+      barrier_wait(q_full(), odd);
+      const auto read_q = [&](int half) {
+#pragma unroll
+        for (int step = 0; step < 16; ++step)
+          ldmatrix(q[step], base + (entry & 1) * kTileBytes + (half * 4 + step / 4) * kBlockBytes +
+                                swizzled(lane_row, step % 4 * 2 + (lane >> 4)));
+      };
+      float inverse[2];
+      if constexpr (FP8) {
+        // fp16 holds q / 2^e whatever q is; 2^e, from the largest value of the row, goes back in with the scale.
+        uint32_t largest[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          read_q(half);
+#pragma unroll
+          for (int k = 0; k < 64; ++k) largest[k % 2] = __vmaxu2(largest[k % 2], q[k / 4][k % 4] & 0x7FFF7FFF);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          largest[h] = max(largest[h] & 0xFFFF, largest[h] >> 16);
+          largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+          largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
+          const uint32_t power = largest[h] << 16 & 0x7F800000;
+          scale[h] *= __int_as_float(power), inverse[h] = __int_as_float(0x7F000000 - power);
+        }
+      }
+#pragma unroll
+      for (int half = 1; half >= 0; --half) {
+        read_q(half);
+        if constexpr (FP8)
+#pragma unroll
+          for (int k = 0; k < 64; ++k) {
+            const float2 x = unpack_bf16(q[k / 4][k % 4]);
+            q[k / 4][k % 4] = pack_half(x.x * inverse[k % 2], x.y * inverse[k % 2]);
+          }
+        if (half == 1)
+#pragma unroll
+          for (int step = 0; step < 16; ++step)
+            stmatrix(base + L::kSecondQ + step / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)), q[step][0],
+                     q[step][1], q[step][2], q[step][3]);
+      }
+      barrier_arrive(q_read());
+      ++entry;
+      fence_async();
+      sync_threads(3, 128);
+      const uint64_t second_q = descriptor(base + L::kSecondQ - kTileBytes / 2);
+      float sum[2] = {}, maximum[2] = {kNoMaximum, kNoMaximum};
+      for (int left = tiles; left > 0; --left, ++tile, ++entry) {
+        float s[32];
+        const int slot = entry & 1;
+        barrier_wait(full(slot), phases >> slot & 1);
+        phases ^= 1 << slot;
+        if constexpr (!FP8) fence_async();  // the rows came by copies that wgmma does not see by itself
+        const uint64_t k = descriptor(base + slot * kTileBytes);
+        const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + entry % 4 * 8);
+        products_begin();
+        score_product<FP8, false>(s, q[0], k);
+#pragma unroll
+        for (int step = 1; step < 32; ++step) {
+          const int at_step = (step / 4 * kBlockBytes + step % 4 * 32) >> 4;
+          if (step < 16)
+            score_product<FP8, true>(s, q[step], k + at_step);
+          else
+            score_product<FP8>(s, second_q + at_step, k + at_step);
+        }
+        products_commit();
+        products_wait<0>();
+
+#pragma unroll
+        for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
+        if ((there.x & there.y) != ~0u) {
+#pragma unroll
+          for (int j = 0; j < 32; ++j) {
+            const int key = j / 4 * 8 + 2 * t + j % 2;
+            if (!((key < 32 ? there.x : there.y) >> (key % 32) & 1)) s[j] = -INFINITY;
+          }
+        }
+        const int buffer = tile % 2;
+        barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float largest = s[2 * h];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+          const float now = largest > maximum[h] + kSlack ? largest : maximum[h];
+          if (t == 0) floats(L::kMaximum)[buffer * kHeads + row + h * 8] = now;
+          sum[h] *= exp2_fast(maximum[h] - now), maximum[h] = now;
+        }
+        const uint32_t to = base + L::kWeights + buffer * L::kTerms * kBlockBytes;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          uint32_t high[4], low[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int j = n * 8 + 2 * k, h = k % 2;
+            const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
+            sum[h] += x + y;
+            if constexpr (FP8)
+              high[k] = pack_half(x, y);
+            else
+              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+          }
+          const uint32_t there_to = to + swizzled(lane_row, n * 2 + (lane >> 4));
+          stmatrix(there_to, high[0], high[1], high[2], high[3]);
+          if constexpr (!FP8) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
+        }
+        if (left == 1) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+            const int head = i % p.head_blocks * kHeads + row + h * 8;
+            const float sink = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+            const float shift = fmaxf(maximum[h], sink), weight = exp2_fast(maximum[h] - shift);
+            const float total = sum[h] * weight + exp2_fast(sink - shift);
+            const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+            if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? bmm2 * weight / total : 0.f;
+          }
+        }
+        fence_async();
+        barrier_arrive(ready(buffer));
+      }
+      odd ^= 1;
+    }
+  }
+
+  // ---------------------------------------------------------------- outputs, 256 dimensions
+  // The slot of the last entry but one is free for entry `filled`. Returns the slot of the entry between them.
+  __device__ __forceinline__ int fill(uint32_t& filled) const {
+    const int slot = filled & 1;
+    if constexpr (!FP8) {
+      barrier_arrive(empty(slot));
+    } else {
+      barrier_wait(raw_full(), slot);
+      const int kind = reinterpret_cast<const int*>(smem + L::kKind)[filled % 4];
+      if (kind == kEnd) return slot ^ 1;  // that entry stays
+      if (kind == kKeys) {
+        const int row0 = warp % 4 * 16 + lane / 16, half = warp / 4;
+        const uint8_t* const from = smem + L::kRaw + row0 * kDim + half * (kDim / 2) + lane % 16 * 16;
+        uint8_t* const to = smem + slot * kTileBytes + half * (kTileBytes / 2) + lane % 16 / 4 * kBlockBytes;
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+          const uint4 x = *reinterpret_cast<const uint4*>(from + r * 2 * kDim);
+          const uint4 low = make_uint4(e4m3_low(x.x), e4m3_high(x.x), e4m3_low(x.y), e4m3_high(x.y));
+          const uint4 high = make_uint4(e4m3_low(x.z), e4m3_high(x.z), e4m3_low(x.w), e4m3_high(x.w));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
+            *reinterpret_cast<uint4*>(to + swizzled(row0 + r * 2, lane % 4 * 2 + h)) = h ? high : low;
+          }
+        }
+        fence_async();
+        barrier_arrive(full(slot));
+      }
+      barrier_arrive(raw_empty());
+    }
+    ++filled;
+    return slot ^ 1;
+  }
+
+  __device__ __forceinline__ void multiply() const {
+    const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
+    const int lane_row = (lane >> 3 & 1) * 8 + (lane & 7);
+    uint32_t filled = 0, tile = 0, odd = 0;
+    fill(filled), fill(filled);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const int tiles = tiles_of(i);
+      if (tiles == 0) {
+        const Item item(p, i, kHeads, Lengths(p, i));
+        for (int head = warp; head < min(kHeads, p.heads - item.head0); head += 8)
+          for (int k = 0; k < 2; ++k)
+            reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
+        continue;
+      }
+      float o[2][64] = {}, relative[2] = {kNoMaximum, kNoMaximum};  // outputs so far, and the maximum they are relative to
+      float factor[2];
+      barrier_wait(q_read(), odd);
+      int slot = fill(filled);
+      for (int left = tiles; left > 0; --left, ++tile) {
+        const int buffer = tile % 2;
+        barrier_wait(ready(buffer), tile / 2 & 1);
+        const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
+        const float now[2] = {maxima[0], maxima[8]};
+        if (__any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) factor[h] = exp2_fast(relative[h] - now[h]), relative[h] = now[h];
+#pragma unroll
+          for (int j = 0; j < 128; ++j) o[j / 64][j % 64] *= factor[j / 2 % 2];
+        }
+        if (left == 1) {
+          const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+          factor[0] = factors[0], factor[1] = factors[8];
+        }
+        const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
+        const uint64_t v = transposed(base + slot * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
+        products_begin();
+#pragma unroll
+        for (int term = 0; term < L::kTerms; ++term)
+#pragma unroll
+          for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+              output_product<FP8>(o[n], weights + ((term * kBlockBytes + step * 32) >> 4),
+                                  v + ((n * 2 * kBlockBytes + step * 16 * 128) >> 4));
+        products_commit();
+        products_wait<0>();
+        barrier_arrive(used(buffer));
+        slot = fill(filled);
+      }
+      odd ^= 1;
+      const int64_t token = i / p.head_blocks;
+      const int head0 = i % p.head_blocks * kHeads + warp % 4 * 16;
+      const uint32_t stage = L::kStage + warp * 2048;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int j = c * 32 + n * 8 + 2 * k;
+            packed[k] = pack_bf16(o[j / 64][j % 64] * factor[k % 2], o[j / 64][j % 64 + 1] * factor[k % 2]);
+          }
+          stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[0], packed[1], packed[2], packed[3]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < 16; r += 4) {
+          const int from_row = r + lane / 8, head = head0 + from_row;
+          if (head < p.heads)
+            reinterpret_cast<uint4*>(out_of(token, head) + half * (kDim / 2) + c * 64)[lane % 8] =
+                *reinterpret_cast<const uint4*>(smem + stage + swizzled(from_row, lane % 8));
+        }
+      }
+    }
+  }
+};
+
+template <bool FP8>
+__global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const __grid_constant__ Params p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
+  const Block<FP8> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  if (threadIdx.x == 0) block.init();
+  __syncthreads();
+  if (warp >= 12) {
+    give_registers<48>();
+    block.fetch();
+  } else if (warp >= 8) {
+    take_registers<144>();
+    block.weigh();
+  } else {
+    take_registers<160>();
+    block.multiply();
+  }
+#endif
+}
+
+template <bool FP8>
+cudaError_t launch(const SparseMla& call, int sms, cudaStream_t stream) {
+  Params p;
+  static_cast<SparseMla&>(p) = call;
+  p.head_blocks = (p.heads + kHeads - 1) / kHeads;
+  p.splits = 1;
+  p.items = p.tokens * p.head_blocks;
+  return launch_kernel<sparse_mla_m64_kernel<FP8>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1, stream);
+}
+
+}  // namespace m64
+
+cudaError_t launch_sparse_mla_m64(const SparseMla& call, int sms, cudaStream_t stream) {
+  return call.rows_are_fp8 ? m64::launch<true>(call, sms, stream) : m64::launch<false>(call, sms, stream);
+}
+
+}  // namespace dsv4
