@@ -9,6 +9,11 @@ constexpr int kTile = 64;  // keys
 constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 
+// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as
+// well as the weight itself, so that outputs are hardly ever rescaled.
+inline constexpr float kSlack = 15.f;
+inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
+
 struct Params : SparseMla {
   int head_blocks, splits, items;
 };
@@ -75,6 +80,15 @@ template <int PENDING>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+
+// Operands of inline assembly: outputs from d[i], and the numbers of so many registers.
+#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
+#define DSV4_F16(d, i) DSV4_F8(d, i), DSV4_F8(d, i + 8)
+#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
+#define DSV4_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define DSV4_D16 DSV4_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define DSV4_D32 DSV4_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 
 // An operand in shared memory: rows of 128 bytes, chunk c of row r at c ^ (r % 8); 8 rows after `group` bytes.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, int group = 1024) {

@@ -1,9 +1,9 @@
 // Sparse MLA over full-width rows for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
 //
-// Heads on M, S = Q K^T and O = P V. One warpgroup keeps q in registers, all 512 dimensions, and makes scores and
-// weights of one tile of 64 keys after another. Two multiply weights by rows, 256 dimensions each. The fourth fetches
-// rows, and q, into a ring of tiles; E4M3 rows on their way are widened to fp16. So nobody does two things in turns,
-// and the next item's q is a tile of the ring like any other.
+// Heads on M, S = Q K^T and O = P V. One warpgroup makes scores and weights of one tile of 64 keys after another, with
+// half of q in registers. Two multiply weights by rows, 256 dimensions each, and widen E4M3 rows to fp16. The fourth
+// fetches rows, and q, into a ring of two slots. So nobody does two things in turns, and the next item's q comes like
+// any tile.
 
 #include "sm90_wgmma.cuh"
 
@@ -12,17 +12,7 @@ namespace m64 {
 
 constexpr int kHeads = 64;
 constexpr int kBlockThreads = 512;
-// The maximum is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as well as the
-// weight itself, so that outputs are hardly ever rescaled.
-inline constexpr float kSlack = 15.f;
-inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
 
-#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define DSV4_F16(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4), DSV4_F4(d, i + 8), DSV4_F4(d, i + 12)
-#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
-#define DSV4_D32                                                                                               \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
-  "%29,%30,%31"
 #define DSV4_D64                                                                                                     \
   DSV4_D32                                                                                                           \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
@@ -70,14 +60,14 @@ constexpr int kTileBytes = kDim / 64 * kBlockBytes;
 template <bool FP8>
 struct Layout {
   static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
-  static constexpr int kSecondQ = 2 * kTileBytes;                           // second half of the dimensions
-  static constexpr int kRaw = kSecondQ + kTileBytes / 2;                  // [kTile] rows, if E4M3
+  static constexpr int kSecondQ = 2 * kTileBytes;                     // second half of the dimensions
+  static constexpr int kRaw = kSecondQ + kTileBytes / 2;              // [kTile] rows, if E4M3
   static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);    // [2][kTerms]
   static constexpr int kStage = kWeights + 2 * kTerms * kBlockBytes;  // [8 warps][16 heads][64 dimensions]
   static constexpr int kMaximum = kStage + 8 * 16 * 128;              // [2 weights][kHeads]
-  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;               // [items, even and odd][kHeads]
-  static constexpr int kKind = kFactor + 2 * kHeads * 4;  // [4 entries]
-  static constexpr int kThere = kKind + 4 * 4;            // [4 entries]: a bit for every row
+  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;           // [items, even and odd][kHeads]
+  static constexpr int kKind = kFactor + 2 * kHeads * 4;              // [4 entries]
+  static constexpr int kThere = kKind + 4 * 4;                        // [4 entries]: a bit for every row
   static constexpr int kBarriers = kThere + 4 * 8;
   static constexpr int kTotal = kBarriers + 12 * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");

@@ -18,20 +18,10 @@ namespace wgmma {
 
 constexpr int kWeightBuffers = 3;
 constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
-// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin. It is raised only
-// when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as well as the weight itself, so that
-// outputs are hardly ever rescaled.
-inline constexpr float kMargin = 4.f, kSlack = 15.f;
+// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
+inline constexpr float kMargin = 4.f;
 inline constexpr int kRaised = 1, kStarted = 2;  // state after a tile: the maximum was raised; there is a maximum
-inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
 
-#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
-#define DSV4_F16(d, i) DSV4_F8(d, i), DSV4_F8(d, i + 8)
-#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
-#define DSV4_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define DSV4_D16 DSV4_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define DSV4_D32 DSV4_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define DSV4_WGMMA(n, type, registers, outputs, a0, a1, a2, a3, b, add)                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                                  \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" a0 "," a1 \
