@@ -27,10 +27,13 @@ def evidence(root: Path) -> dict[tuple[str, str], list[str]]:
         machine = result.get("machine") if isinstance(result, dict) else None
         if not isinstance(machine, dict) or not machine.get("overlay") or not result.get("bars"):
             continue
-        passed = sum(bar["passed"] is True for bar in result["bars"])
+        ran = [bar["passed"] for bar in result["bars"] if bar["passed"] is not None]
+        bars = f"{sum(ran)} of {len(ran)} bars"
+        if len(ran) < len(result["bars"]):
+            bars += f", {len(result['bars']) - len(ran)} not run"
         for model, column in MODELS.items():
             if any(model in gpu for gpu in machine["gpus"]):
-                link = f"[{passed} of {len(result['bars'])} bars]({path.relative_to(root).as_posix()}) on {model}"
+                link = f"[{bars}]({path.relative_to(root).as_posix()}) on {model}"
                 found.setdefault((machine["overlay"]["release"], column), []).append(link)
     return found
 

@@ -166,8 +166,8 @@ def test_quantize_and_insert_k_cache(page, gap):
     """Every byte of the cache; k has rows that have no slot, as with data parallelism."""
     gen = torch.Generator().manual_seed(page + gap)
     pages = packed_pages(4, page, gap)
-    slots = [3 * page - 1, -1, 0, page - 1, page, page + 1, 2 * page - 1, 2 * page, -1]
-    slots += [slot for slot in torch.randperm(4 * page, generator=gen).tolist() if slot not in slots][:40]
+    edges = [3 * page - 1, 0, page - 1, page, page + 1, 2 * page - 1, 2 * page]
+    slots = [-1, *dict.fromkeys(edges + torch.randperm(4 * page, generator=gen).tolist()[:40]), -1]  # each once
     # On a GPU Triton's division may be a bit off, and 448 then gets the next scale: stay on this side of it.
     k = rows(gen, len(slots) + 3, 512, limit=446 if GPU else 448, group=64)
     found = pages.to(DEVICE, copy=True)
