@@ -6,8 +6,6 @@
 namespace dsv4 {
 
 constexpr int kTile = 64;  // keys
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;
 
 // What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as
 // well as the weight itself, so that outputs are hardly ever rescaled.
@@ -23,9 +21,6 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -128,19 +123,6 @@ struct Item {
   }
 };
 
-// ---------------------------------------------------------------- q
-
-// `heads` rows into the L2 cache, by 128 threads.
-__device__ __forceinline__ void prefetch_q(const Params& p, const Item& item, int heads) {
-  const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
-  for (int i = threadIdx.x % 128; i < heads * lines; i += 128) {
-    const int head = item.head0 + i / lines;
-    const int64_t at =
-        (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
-    if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
-  }
-}
-
 // The 16 values of a lane as BF16, from E4M3.
 __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) {
   uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
@@ -150,86 +132,6 @@ __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) {
     w[2 * k] = half_to_bf16(e4m3_low(x)), w[2 * k + 1] = half_to_bf16(e4m3_high(x));
   }
   raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
-}
-// The largest magnitude of 16 values, as the bits of BF16, which are ordered like the numbers.
-__device__ __forceinline__ uint32_t largest_of(const uint4 (&raw)[2]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(raw[h].x & 0x7FFF7FFF, raw[h].y & 0x7FFF7FFF),
-                                         __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
-  return max(largest & 0xFFFF, largest >> 16);
-}
-// The 16 BF16 values of a lane as fp16, which holds q / 2^e whatever q is; returns 2^e, from the largest of the row.
-__device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
-  const uint32_t power = largest << 16 & 0x7F800000;
-  const float inverse = __int_as_float(0x7F000000 - power);
-  uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
-#pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    const float2 x = unpack_bf16(w[k]);
-    w[k] = pack_half(x.x * inverse, x.y * inverse);
-  }
-  raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
-  return __int_as_float(power);
-}
-
-// HEADS rows of q into shared memory by WARPS warps, BATCH rows of each at a time: 64 dimensions of all, then the next,
-// each a swizzled operand; fp16 if HALF, else BF16. `scales`: what a product with a row is to be multiplied by, in
-// units of log2. `sinks` likewise. `wait` is called before anything is stored. PAIRED: of 16 dimensions, words 0, 2, 4
-// and 6 come first.
-template <int HEADS, int WARPS, int BATCH, bool HALF, bool PAIRED, typename Wait>
-__device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to, float* scales,
-                                       float* sinks, const Wait& wait) {
-#pragma unroll
-  for (int row0 = 0; row0 < HEADS; row0 += BATCH * WARPS) {
-    uint4 raw[BATCH][2];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int head = item.head0 + row0 + i * WARPS + warp % WARPS;
-      const int64_t at = item.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
-      if (head >= p.heads) {
-        raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
-      } else if (p.q_is_fp8) {
-        raw[i][0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + at);
-      } else {
-        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
-        raw[i][0] = from[0], raw[i][1] = from[1];
-      }
-    }
-    uint32_t largest[BATCH];
-    if (p.q_is_fp8)
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) to_bf16(raw[i]);
-    if constexpr (HALF) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) largest[i] = largest_of(raw[i]);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
-    }
-    if (row0 == 0) wait();
-    const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int row = row0 + i * WARPS + warp % WARPS;
-      float power = 1.f;
-      if constexpr (HALF) power = to_half(raw[i], largest[i]);
-      uint4 low = raw[i][0], high = raw[i][1];
-      if constexpr (PAIRED) {
-        const uint4 a = low, b = high;
-        low = make_uint4(a.x, a.z, b.x, b.z), high = make_uint4(a.y, a.w, b.y, b.w);
-      }
-      if (lane == 0) scales[row] = scale * power;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
-        *reinterpret_cast<uint4*>(to + lane / 4 * HEADS * 128 + swizzled(row, lane % 4 * 2 + h)) = h ? high : low;
-      }
-    }
-  }
-  const int row = threadIdx.x % (WARPS * 32);
-  if (row < HEADS) sinks[row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
-  fence_async();
 }
 
 }  // namespace dsv4

@@ -16,6 +16,8 @@ namespace cg = cooperative_groups;
 namespace dsv4 {
 namespace wgmma {
 
+constexpr int kConsumers = 256;
+constexpr int kThreads = kConsumers + 128;
 constexpr int kWeightBuffers = 3;
 constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
 // Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
@@ -67,6 +69,98 @@ __device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, ui
 template <bool ADD>
 __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
   DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18");
+}
+
+// ---------------------------------------------------------------- q
+
+// `heads` rows into the L2 cache, by 128 threads.
+__device__ __forceinline__ void prefetch_q(const Params& p, const Item& item, int heads) {
+  const int row_bytes = p.q_is_fp8 ? kDim : 2 * kDim, lines = row_bytes / 128;
+  for (int i = threadIdx.x % 128; i < heads * lines; i += 128) {
+    const int head = item.head0 + i / lines;
+    const int64_t at =
+        (item.token * p.q_token_stride + head * p.q_head_stride) * (p.q_is_fp8 ? 1 : 2) + i % lines * 128;
+    if (head < p.heads) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at));
+  }
+}
+
+// The largest magnitude of 16 values, as the bits of BF16, which are ordered like the numbers.
+__device__ __forceinline__ uint32_t largest_of(const uint4 (&raw)[2]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    largest = __vmaxu2(largest, __vmaxu2(__vmaxu2(raw[h].x & 0x7FFF7FFF, raw[h].y & 0x7FFF7FFF),
+                                         __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
+  return max(largest & 0xFFFF, largest >> 16);
+}
+// The 16 BF16 values of a lane as fp16, which holds q / 2^e whatever q is; returns 2^e, from the largest of the row.
+__device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
+  const uint32_t power = largest << 16 & 0x7F800000;
+  const float inverse = __int_as_float(0x7F000000 - power);
+  uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const float2 x = unpack_bf16(w[k]);
+    w[k] = pack_half(x.x * inverse, x.y * inverse);
+  }
+  raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  return __int_as_float(power);
+}
+
+// N heads of q into shared memory as B operand, fp16 if FP8, by WARPS warps. `scales`: what a product with a head is to
+// be multiplied by, in units of log2; `sinks` likewise. `wait` is called between loads and stores.
+template <bool FP8, int N, int WARPS, typename Wait>
+__device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to, float* scales,
+                                       float* sinks, const Wait& wait) {
+  constexpr int kRows = N / WARPS;
+  uint4 raw[kRows][2];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int head = item.head0 + i * WARPS + warp % WARPS;
+    const int64_t at = item.token * p.q_token_stride + head * p.q_head_stride + lane * 16;
+    if (head >= p.heads) {
+      raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
+    } else if (p.q_is_fp8) {
+      raw[i][0] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + at);
+    } else {
+      const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
+      raw[i][0] = from[0], raw[i][1] = from[1];
+    }
+  }
+  uint32_t largest[kRows];
+  if (p.q_is_fp8)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) to_bf16(raw[i]);
+  if constexpr (FP8) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) largest[i] = largest_of(raw[i]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
+  }
+  wait();
+  const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = i * WARPS + warp % WARPS;
+    float power = 1.f;
+    if constexpr (FP8) power = to_half(raw[i], largest[i]);
+    uint4 low = raw[i][0], high = raw[i][1];
+    if constexpr (FP8) {
+      // Of 16 E4M3 dimensions of a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8
+      // and 2t + 9 of its A fragment, so q is put in that order.
+      const uint4 a = low, b = high;
+      low = make_uint4(a.x, a.z, b.x, b.z), high = make_uint4(a.y, a.w, b.y, b.w);
+    }
+    if (lane == 0) scales[row] = scale * power;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
+      *reinterpret_cast<uint4*>(to + lane / 4 * N * 128 + swizzled(row, lane % 4 * 2 + h)) = h ? high : low;
+    }
+  }
+  const int row = threadIdx.x % (WARPS * 32);
+  if (row < N) sinks[row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
+  fence_async();
 }
 
 // ---------------------------------------------------------------- layout
@@ -433,13 +527,13 @@ struct Block {
       const int odd = items & 1;
       float* const scales = floats(L::kScale) + odd * N, * const sinks = floats(L::kSink) + odd * N;
       if (items == 0) {
-        load_q<N, 8, N / 8, FP8, FP8>(p, item, warp, lane, smem + L::kQ, scales, sinks, [] {});
+        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, scales, sinks, [] {});
         sync_threads(3, kConsumers);
       } else {
         // By the warpgroup whose tile is first, while the other one may still be at the end of the last item.
         if ((tile0 & 1) == group) {
-          load_q<N, 4, N / 4, FP8, FP8>(p, item, warp, lane, smem + L::kQ, scales, sinks,
-                                 [&] { barrier_wait(q_empty(), odd ^ 1); });
+          load_q<FP8, N, 4>(p, item, warp, lane, smem + L::kQ, scales, sinks,
+                            [&] { barrier_wait(q_empty(), odd ^ 1); });
           barrier_arrive(q_full());
         }
         barrier_wait(q_full(), odd ^ 1);
