@@ -123,6 +123,19 @@ struct Item {
   }
 };
 
+// Where a thread is, and what it works on.
+struct Thread {
+  const Params& p;
+  uint8_t* const smem;
+  const uint32_t base;
+  const int warp, lane;
+
+  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
+    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  }
+};
+
 // The 16 values of a lane as BF16, from E4M3.
 __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) {
   uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};

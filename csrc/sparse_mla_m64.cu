@@ -77,17 +77,8 @@ struct Layout {
 enum Kind { kEnd, kQ, kKeys };
 
 template <bool FP8>
-struct Block {
+struct Block : Thread {
   using L = Layout<FP8>;
-  const Params& p;
-  uint8_t* const smem;
-  const uint32_t base;
-  const int warp, lane;
-
-  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
-  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
-    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }       // with a tile
   __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(2 + slot); }  // BF16
@@ -477,7 +468,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Block<FP8> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  const Block<FP8> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}};
   if (threadIdx.x == 0) block.init();
   __syncthreads();
   if (warp >= 12) {

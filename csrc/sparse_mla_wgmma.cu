@@ -195,17 +195,8 @@ struct Layout {
 };
 
 template <bool FP8, int N>
-struct Block {
+struct Block : Thread {
   using L = Layout<FP8, N>;
-  const Params& p;
-  uint8_t* const smem;
-  const uint32_t base;
-  const int warp, lane;
-
-  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
-  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
-    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  }
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int half) const { return barrier(half); }
@@ -668,7 +659,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __g
   using L = Layout<FP8, N>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Block<FP8, N> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  const Block<FP8, N> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}};
   if (threadIdx.x == 0) block.init();
   __syncthreads();
   if (warp >= kConsumers / 32) {
