@@ -12,8 +12,15 @@ constexpr int kTile = 64;  // keys
 inline constexpr float kSlack = 15.f;
 inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
 
+// A call in items: so many heads of a token and, if blocks share its keys, a share of them.
 struct Params : SparseMla {
   int head_blocks, splits, items;
+
+  Params(const SparseMla& call, int heads, int splits)
+      : SparseMla(call),
+        head_blocks((call.heads + heads - 1) / heads),
+        splits(splits),
+        items(call.tokens * head_blocks * splits) {}
 };
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
@@ -122,6 +129,12 @@ struct Item {
     tiles = (keys + kTile - 1) / kTile;
   }
 };
+
+// fp16 holds q / 2^e whatever q is: 2^e and its inverse, from the largest magnitude of a row of q as the bits of BF16.
+__device__ __forceinline__ float2 power_below(uint32_t largest) {
+  const uint32_t power = largest << 16 & 0x7F800000;
+  return make_float2(__int_as_float(power), __int_as_float(0x7F000000 - power));
+}
 
 // Where a thread is, and what it works on.
 struct Thread {

@@ -231,7 +231,7 @@ struct Block : Thread {
       };
       float inverse[2];
       if constexpr (FP8) {
-        // fp16 holds q / 2^e whatever q is; 2^e, from the largest value of the row, goes back in with the scale.
+        // The power that q is divided by goes back in with the scale.
         uint32_t largest[2] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -244,8 +244,8 @@ struct Block : Thread {
           largest[h] = max(largest[h] & 0xFFFF, largest[h] >> 16);
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
-          const uint32_t power = largest[h] << 16 & 0x7F800000;
-          scale[h] *= __int_as_float(power), inverse[h] = __int_as_float(0x7F000000 - power);
+          const float2 power = power_below(largest[h]);
+          scale[h] *= power.x, inverse[h] = power.y;
         }
       }
 #pragma unroll
@@ -486,11 +486,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 
 template <bool FP8>
 cudaError_t launch(const SparseMla& call, int sms, cudaStream_t stream) {
-  Params p;
-  static_cast<SparseMla&>(p) = call;
-  p.head_blocks = (p.heads + kHeads - 1) / kHeads;
-  p.splits = 1;
-  p.items = p.tokens * p.head_blocks;
+  const Params p(call, kHeads, 1);
   return launch_kernel<sparse_mla_m64_kernel<FP8>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1, stream);
 }
 

@@ -93,18 +93,17 @@ __device__ __forceinline__ uint32_t largest_of(const uint4 (&raw)[2]) {
                                          __vmaxu2(raw[h].z & 0x7FFF7FFF, raw[h].w & 0x7FFF7FFF)));
   return max(largest & 0xFFFF, largest >> 16);
 }
-// The 16 BF16 values of a lane as fp16, which holds q / 2^e whatever q is; returns 2^e, from the largest of the row.
+// The 16 BF16 values of a lane, divided by a power of two of the row, as fp16; returns that power.
 __device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
-  const uint32_t power = largest << 16 & 0x7F800000;
-  const float inverse = __int_as_float(0x7F000000 - power);
+  const float2 power = power_below(largest);
   uint32_t w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     const float2 x = unpack_bf16(w[k]);
-    w[k] = pack_half(x.x * inverse, x.y * inverse);
+    w[k] = pack_half(x.x * power.y, x.y * power.y);
   }
   raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
-  return __int_as_float(power);
+  return power.x;
 }
 
 // N heads of q into shared memory as B operand, fp16 if FP8, by WARPS warps. `scales`: what a product with a head is to
@@ -676,11 +675,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __g
 
 template <bool FP8, int N>
 cudaError_t launch(const SparseMla& call, bool split, int sms, cudaStream_t stream) {
-  Params p;
-  static_cast<SparseMla&>(p) = call;
-  p.head_blocks = (p.heads + N - 1) / N;
-  p.splits = split ? kSplits : 1;
-  p.items = p.tokens * p.head_blocks * p.splits;
+  const Params p(call, N, split ? kSplits : 1);
   const int blocks = split ? p.items : min(p.items, sms);
   return launch_kernel<sparse_mla_wgmma_kernel<FP8, N>>(p, blocks, kThreads, Layout<FP8, N>::kTotal, p.splits, stream);
 }
