@@ -48,6 +48,7 @@ import os
 import shlex
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ PAIRS = [
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
 ]
+KV_BYTES, MEMORY_FREE = 8 << 30, 0.1  # the cache's size is given: vLLM only checks that this share is free
 PROMPT_LENGTHS = [1, 7, 127, 128, 129, 300, 3000, 8192]
 FULL_PROMPT_LOGPROBS = 512  # longer prompts report their PROMPT_TOP most likely tokens
 PROMPT_TOP = 64
@@ -132,7 +134,8 @@ def child(job: dict[str, Any]) -> None:
         max_num_batched_tokens=spec.get("batch", job["batch"]),
         max_num_seqs=16,
         enable_prefix_caching=False,
-        gpu_memory_utilization=job["gpu_memory_utilization"],
+        kv_cache_memory_bytes=KV_BYTES,
+        gpu_memory_utilization=MEMORY_FREE,
         async_scheduling=False,
         seed=0,
         max_logprobs=-1,
@@ -258,7 +261,8 @@ def calibrate(prompts: list[list[int]], scales: Path, args: argparse.Namespace) 
         "tensor-parallel-size": args.tp,
         "max-model-len": 16384,
         "max-num-batched-tokens": args.batch,
-        "gpu-memory-utilization": args.gpu_memory_utilization,
+        "kv-cache-memory-bytes": KV_BYTES,
+        "gpu-memory-utilization": MEMORY_FREE,
     }
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return start("calibration", command, {"backend": BACKEND}, args)
@@ -397,7 +401,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--batch", type=int, default=2048, help="max_num_batched_tokens")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the same GPUs")
     parser.add_argument("--provider", help="VLLM_DSV4_PROVIDER of the runs that are not a truth")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a run")
     args = parser.parse_args(argv)
@@ -448,14 +452,15 @@ def main(argv: list[str] | None = None) -> int:
 
     record: dict[str, Any] = {}
     scales = args.work / f"scales-{base}.safetensors"
-    for name in runs:
+    if any("scales" in RUNS[name] for name in runs) and not scales.exists():
+        record["calibration"] = calibrate(make_prompts(args.lengths, vocab, args.seed + 1), scales, args)
+
+    def run(name: str) -> None:
         out = args.work / f"{name}.npz"
         if forced is not None and read_result(out, key(name)):
             log(f"{name}: found in {args.work}")
             record[name] = {"ok": True, "seconds": 0.0, "reused": True}
-            continue
-        # The run that chooses the continuation is filed under the one it chose.
-        run_key = key(name) if forced is not None else f"choosing-{base}"
+            return
         job = {
             "spec": RUNS[name],
             "model": str(args.model),
@@ -465,23 +470,25 @@ def main(argv: list[str] | None = None) -> int:
             "steps": args.steps,
             "batch": args.batch,
             "tp": args.tp,
-            "gpu_memory_utilization": args.gpu_memory_utilization,
             "scales": str(scales),
             "out": str(out),
-            "key": run_key,
+            # The run that chooses the continuation is filed under the one it chose.
+            "key": key(name) if forced is not None else f"choosing-{base}",
         }
-        if "scales" in RUNS[name] and not scales.exists():
-            record[name] = calibrate(make_prompts(args.lengths, vocab, args.seed + 1), scales, args)
-            if not record[name]["ok"]:
-                continue
         record[name] = start_run(name, job, args)
-        if forced is None and record[name]["ok"]:
-            meta_file = out.with_suffix(".json")
+
+    while forced is None and runs:
+        name = runs.pop(0)
+        run(name)
+        if record[name]["ok"]:
+            meta_file = args.work / f"{name}.json"
             meta = json.loads(meta_file.read_text())
             forced = meta["tokens"]
             meta["key"] = key(name)
             meta_file.write_text(json.dumps(meta))
             chosen.write_text(json.dumps({"base": base, "run": name, "tokens": forced}))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, runs))
 
     data: dict[str, Any] = {}
     for name in RUNS:  # also those of earlier commands

@@ -29,6 +29,7 @@ import collections
 import datetime
 import json
 import os
+import queue
 import re
 import shlex
 import socket
@@ -36,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ BACKENDS = {
 }
 LENGTHS = [5, 63, 64, 127, 128, 129, 255, 256, 300, 1000, 3000, 8192]
 STEPS, TOP, PROMPT_TOP = 48, 20, 8
-KV_GIB = 16
+KV_GIB = 8
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 MIXED_SIZES = [*SIZES, 128, 256, 512, 1024, 2048]
 GRAPHS = {
@@ -167,6 +169,7 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         enforce_eager=True,
         async_scheduling=False,
         kv_cache_memory_bytes=KV_GIB << 30,
+        gpu_memory_utilization=0.1,  # only what has to be free: the cache's size is given
         enable_flashinfer_autotune=False,
         max_logprobs=TOP,
         logprobs_mode="raw_logprobs",
@@ -625,6 +628,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="bf16", choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1, choices=[1, 2, 4], help="run the steps that need so many")
     parser.add_argument("--steps", help="comma-separated, instead of all for --gpus")
+    parser.add_argument("--jobs", type=int, default=1, help="steps at a time, spread over the GPUs; times suffer")
     parser.add_argument("--no-custom-all-reduce", action="store_true", help="NCCL only")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a step")
     args = parser.parse_args(argv)
@@ -638,46 +642,83 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [g for g in named.split(",") if g]
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return [str(i) for i in range(len(listed.splitlines()))]
+
+
+def run_step(args: argparse.Namespace, name: str, gpus: list[str], reference: dict[str, Any]) -> dict[str, Any]:
+    """Run a step in a process of its own on those GPUs; its result."""
+    job = {
+        "step": name,
+        "backend": args.backend,
+        "model": str(args.model.resolve()),
+        "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
+        "reference": str(args.work / f"{args.backend}.reference.npz"),
+        "no_custom_all_reduce": args.no_custom_all_reduce,
+        "noise": reference.get("measured", {}).get("noise"),
+        "out": str(args.work / f"{args.backend}.{name}.json"),
+    }
+    Path(job["out"]).unlink(missing_ok=True)
+    job_file, log_file = (args.work / f"{args.backend}.{name}.{x}" for x in ("job.json", "log"))
+    job_file.write_text(json.dumps(job))
+    log(f"{name}: starting on GPU {','.join(gpus)}; log in {log_file}")
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
+    # In this process, so that a step sees the scheduler.
+    environment = child_environment(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", CUDA_VISIBLE_DEVICES=",".join(gpus), **STEP[name][2]
+    )
+    status, seconds = run_child(command, log_file, environment, args.timeout)
+    result = collect(name, job, log_file, status, seconds)
+    log(f"{name}: {'pass' if result['ok'] else 'FAIL'} in {seconds} s {result['failed']}")
+    if status != 0:
+        print(tail(log_file), flush=True)
+    return result | {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.exists() else {"steps": {}}
     steps = results["steps"].setdefault(args.backend, {})
-    reference_file = args.work / f"{args.backend}.reference.npz"
-    if not (reference_file.exists() and "reference" in steps) and "reference" not in args.steps:
-        args.steps.insert(0, "reference")
-    for name in args.steps:
-        _, _, env = STEP[name]
-        job = {
-            "step": name,
-            "backend": args.backend,
-            "model": str(args.model.resolve()),
-            "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
-            "reference": str(reference_file),
-            "no_custom_all_reduce": args.no_custom_all_reduce,
-            "noise": steps.get("reference", {}).get("measured", {}).get("noise"),
-            "out": str(args.work / f"{args.backend}.{name}.json"),
-        }
-        Path(job["out"]).unlink(missing_ok=True)
-        job_file, log_file = (args.work / f"{args.backend}.{name}.{x}" for x in ("job.json", "log"))
-        job_file.write_text(json.dumps(job))
-        log(f"{name}: starting; log in {log_file}")
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
-        # In this process, so that a step sees the scheduler.
-        environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **env)
-        status, seconds = run_child(command, log_file, environment, args.timeout)
-        steps[name] = collect(name, job, log_file, status, seconds)
-        steps[name]["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        steps[name]["command"] = shlex.join(sys.argv)
-        log(f"{name}: {'pass' if steps[name]['ok'] else 'FAIL'} in {seconds} s {steps[name]['failed']}")
-        if status != 0:
-            print(tail(log_file), flush=True)
-        results |= {"machine": machine(), "not_run": NOT_RUN}
+    results |= {"machine": machine(), "not_run": NOT_RUN}
+    gpus = visible_gpus()
+
+    def finish(name: str, result: dict[str, Any]) -> None:
+        steps[name] = result
         args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    def run(name: str) -> None:
+        mine = places.get()
+        try:
+            finish(name, run_step(args, name, mine, steps.get("reference", {})))
+        finally:
+            places.put(mine)
+
+    have = (args.work / f"{args.backend}.reference.npz").exists() and "reference" in steps
+    if "reference" in args.steps or not have:
+        finish("reference", run_step(args, "reference", gpus[:1], {}))
+        args.steps = [n for n in args.steps if n != "reference"]
+    for count in sorted({STEP[n][0] for n in args.steps}):
+        chosen = [n for n in args.steps if STEP[n][0] == count]
+        if count > len(gpus):
+            sys.exit(f"error: {', '.join(chosen)} need {count} GPUs; {len(gpus)} are visible.")
+        sets = [gpus[i : i + count] for i in range(0, len(gpus) - count + 1, count)]
+        places: queue.Queue[list[str]] = queue.Queue()
+        for i in range(args.jobs):
+            places.put(sets[i % len(sets)])
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(run, chosen))
     print(report(results["steps"]))
     print(f"results in {args.out}")
-    return 0 if all(steps[name]["ok"] for name in args.steps) else 1
+    return 0 if all(steps[n]["ok"] for n in ["reference", *args.steps]) else 1
 
 
 if __name__ == "__main__":
