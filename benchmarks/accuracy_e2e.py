@@ -108,7 +108,7 @@ PAIRS = [
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
 ]
-KV_BYTES, MEMORY_FREE = 8 << 30, 0.1  # the cache's size is given: vLLM only checks that this share is free
+KV_BYTES, MEMORY_FREE = 4 << 30, 0.05  # the cache's size is given: vLLM only checks that this share is free
 PROMPT_LENGTHS = [1, 7, 127, 128, 129, 300, 3000, 8192]
 FULL_PROMPT_LOGPROBS = 512  # longer prompts report their PROMPT_TOP most likely tokens
 PROMPT_TOP = 64
