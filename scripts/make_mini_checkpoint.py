@@ -690,10 +690,25 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="quantise wo_b too, as the public checkpoints do (comparisons get noisier, see above)",
     )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=Shape.heads,
+        help="of attention, a multiple of 8: with 32 a rank of TP 4 has 8 heads and one output group, as one of "
+        "V4-Flash has at TP 8 (default: %(default)s)",
+    )
     parser.add_argument("--kv-rms", type=float, default=KV_RMS, help="of keys and values (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
-    shape = Shape(moe_intermediate=args.moe_intermediate_size, fp8_wo_b=args.fp8_wo_b, kv_rms=args.kv_rms)
+    if args.heads < 8 or args.heads % 8:
+        parser.error(f"--heads must be a multiple of 8, for an output group is 8 heads, and is {args.heads}")
+    shape = Shape(
+        heads=args.heads,
+        o_groups=args.heads // 8,
+        moe_intermediate=args.moe_intermediate_size,
+        fp8_wo_b=args.fp8_wo_b,
+        kv_rms=args.kv_rms,
+    )
 
     def log(line: str) -> None:
         if not args.quiet or not line.startswith("  "):

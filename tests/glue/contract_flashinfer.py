@@ -320,6 +320,7 @@ def test_second_layer_of_a_step_is_not_checked_again(launcher):
 def test_workspace_is_made_with_the_layer(launcher, monkeypatch):
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="bfloat16"))
     monkeypatch.setattr(attention, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(attention, "check_machine", lambda: None)
     layer = torch.nn.Module()
     attention.init_layer(layer)
     assert flashinfer_sparse_mla.prepare.cache_info().currsize == 1

@@ -1,13 +1,18 @@
 """Runs in a process of its own: real vLLM configurations and layers as on a machine with an H200.
 
 Reads a JSON list from standard input, of command lines or of arguments of `EngineArgs`, and writes a JSON list of
-what came of each. Works on the pristine tree too, so it must not import anything of the overlay.
+what came of each. Arguments may have `pickle`, a file for the configuration in the form that its executor sends to
+workers; a file's name in the list is such a worker, which makes its layers. Works on the pristine tree too, so it
+must not import anything of the overlay.
 """
 
 import dataclasses
 import json
+import pickle
 import sys
 import types
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import torch
 
@@ -114,7 +119,14 @@ def describe_layers(config):
 
 
 def run(arguments):
+    if isinstance(arguments, str):
+        try:
+            return describe(pickle.loads(Path(arguments).read_bytes()))
+        except ValueError as error:
+            return {"error": str(error)}
+    file = None
     if isinstance(arguments, dict):
+        file = arguments.pop("pickle", None)
         engine_args = EngineArgs(**arguments)
     else:
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -125,6 +137,12 @@ def run(arguments):
     except ValueError as error:
         return {"error": str(error)}
     config.instance_id = ""  # random
+    if file:
+        Path(file).write_bytes(ForkingPickler.dumps(config))
+    return describe(config)
+
+
+def describe(config):
     backend = config.attention_config.backend
     result = {
         "cache_dtype": config.cache_config.cache_dtype,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -262,7 +263,10 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
         raise StopIteration
 
     monkeypatch.setattr(features_e2e.Run, "start", start)
-    requests, graphs = [], []
+    popen = SimpleNamespace(Popen=lambda command, env: others.append(command))
+    monkeypatch.setattr(features_e2e, "subprocess", popen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # nodes2 changes it
+    requests, graphs, others = [], [], []
     for name, (gpus, function, _) in features_e2e.STEP.items():
         asked = []
         job = {"backend": "fp8", "model": str(models / "mini"), "vocab": 8192, "out": str(tmp_path / "out")}
@@ -276,6 +280,8 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
         graphs.append("NONE" if arguments["enforce_eager"] else "FULL_DECODE_ONLY")
         if name.startswith("graphs"):
             graphs[-1] = "FULL_AND_PIECEWISE"
+    requests += [json.loads(command[-1]) for command in others]
+    graphs += ["FULL_DECODE_ONLY"] * len(others)
     for run in throughput.RUNS:
         args = throughput.parse_args(["--model", str(models / "flash"), "--out", str(tmp_path / "t"), "--tp", "4"])
         arguments = throughput.engine_arguments(throughput.make_job(args, run, None))
@@ -285,7 +291,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     assert [answer.get("error") for answer in answers] == [None] * len(answers)
     assert [answer["graphs"] for answer in answers] == graphs
     ours, stock = "DeepseekV4FullCacheBackend", "DeepseekV4FlashMLASparseBackend"
-    expected = [ours] * len(features_e2e.STEP) + [stock, ours, ours]
+    expected = [ours] * (len(features_e2e.STEP) + len(others)) + [stock, ours, ours]
     assert [answer["layers"]["backend"] for answer in answers] == expected
 
 

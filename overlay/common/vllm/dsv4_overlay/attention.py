@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.dsv4_overlay.config import provider, storage_dtype
+from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
 from vllm.dsv4_overlay.scales import load_scales
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
@@ -32,6 +32,7 @@ def init_layer(layer: torch.nn.Module) -> None:
     `kv_scale` and `q_scale_inv`, one float32 element each, are what the kernels that write read; buffers, so that
     they survive vLLM's sleep mode. The floats `kv_scale_value` and `q_scale_value` are for attention.
     """
+    check_machine()
     vllm_config = get_current_vllm_config()
     kv, q = 1.0, 1.0
     if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:

@@ -53,7 +53,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     """Resolve the backend and the cache dtype of a DeepSeek V4 model in place; leave every other model alone.
 
     The full-width backend is chosen by its name, or by a cache dtype that only it has (`bfloat16`,
-    `fp8_per_tensor`). Afterwards `cache_config.cache_dtype` alone tells which cache is in use.
+    `fp8_per_tensor`). Afterwards `cache_config.cache_dtype` alone tells which cache is in use; the backend's
+    name does not reach draft models.
 
     Raises:
         ValueError: the combination, the GPU, the head count, the kind of parallelism, the provider or the scales
@@ -73,7 +74,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         return
 
     # Not at the top: this module is imported for every model, also where there is no Triton.
-    from vllm.third_party.dsv4_kernels import MAX_HEADS, PROVIDERS, flashinfer_sparse_mla, native
+    from vllm.third_party.dsv4_kernels import MAX_HEADS
 
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
@@ -94,7 +95,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}, which "
             f"accepts {', '.join(_ACCEPTED_DTYPES)}; fp8_ds_mla belongs to {_FLASHMLA.name}."
         )
-    capability = _served_capability()
+    check_machine()
     heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(
@@ -107,6 +108,32 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
+    if _ACCEPTED_DTYPES[cache_dtype] == "fp8_per_tensor":
+        check_scales(vllm_config)
+        if path := scales_file(vllm_config):  # a Ray worker is in another folder
+            vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}
+    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
+    # A Ray worker whose vLLM lacks the overlay fails at this name; it would take fp8_per_tensor for FlashMLA's.
+    vllm_config.attention_config.backend = _FULL_CACHE
+    logger.info_once(
+        "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
+        _FULL_CACHE.name,
+        cache_config.cache_dtype,
+        heads,
+    )
+
+
+def check_machine() -> None:
+    """Refuse this machine's GPU, or a provider that it cannot run.
+
+    Layers ask again when they are made: a Ray worker gets a configuration that was checked on another host.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    from vllm.third_party.dsv4_kernels import PROVIDERS, flashinfer_sparse_mla, native
+
+    capability = _served_capability()
     if provider() not in (None, *PROVIDERS):
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
     if provider() == "sm90" and (problem := native.misfit(capability)):
@@ -115,15 +142,6 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     if chosen == "flashinfer" and (problem := flashinfer_sparse_mla.misfit(capability)):
         who = f"{_PROVIDER_VARIABLE}=flashinfer" if provider() else f"{_FULL_CACHE.name} on this GPU"
         raise ValueError(f"{who} needs FlashInfer, but {problem}.")
-    if _ACCEPTED_DTYPES[cache_dtype] == "fp8_per_tensor":
-        check_scales(vllm_config)
-    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
-    logger.info_once(
-        "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
-        _FULL_CACHE.name,
-        cache_config.cache_dtype,
-        heads,
-    )
 
 
 def serves(capability: tuple[int, int] | None) -> bool:

@@ -1,0 +1,109 @@
+"""Several hosts: the configuration that a worker on another host gets, from Ray's executor or vLLM's own."""
+
+import shutil
+
+import pytest
+from test_real_config import models, on_hopper, reverted  # noqa: F401 (fixtures)
+
+NEW = "FLASHINFER_MLA_SPARSE_DSV4"
+PLAIN = {"skip_tokenizer_init": True, "block_size": 256, "max_model_len": 4096, "tensor_parallel_size": 2}
+EXECUTORS = {
+    "node 0": {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"},
+    "node 1": {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1"},
+    "data parallel": {
+        "data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_address": "10.0.0.1",
+        "distributed_executor_backend": "mp",
+    },
+}  # fmt: skip
+CACHES = {
+    "bf16": {"attention_backend": NEW},
+    "bf16 by its dtype": {"kv_cache_dtype": "bfloat16"},
+    "fp8 by its dtype": {"kv_cache_dtype": "fp8_per_tensor"},
+    "fp8 with scales": {
+        "attention_backend": NEW,
+        "kv_cache_dtype": "fp8",
+        "additional_config": {"dsv4_scales": "mini.safetensors"},
+    },
+    "FlashMLA": {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"},
+}
+CASES = [(executor, cache) for executor in EXECUTORS for cache in CACHES]
+
+
+def arguments(models, executor, cache):  # noqa: F811
+    return {"model": str(models / "mini")} | PLAIN | EXECUTORS[executor] | CACHES[cache]
+
+
+@pytest.fixture(scope="module")
+def pickles(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pickles")
+    return {case: str(folder / f"{number}.pickle") for number, case in enumerate(CASES)}
+
+
+@pytest.fixture(scope="module")
+def made(applied, models, pickles):  # noqa: F811
+    """What the process that starts the executor has."""
+    requests = [arguments(models, *case) | {"pickle": pickles[case]} for case in CASES]
+    return dict(zip(CASES, on_hopper(applied, models, requests), strict=True))
+
+
+@pytest.fixture
+def worker(made, pickles, tmp_path):
+    """Asks a process in another folder, as on another host, for what it makes of the configuration."""
+
+    def ask(tree, cases, *rest, **env):
+        return dict(zip(cases, on_hopper(tree, tmp_path, [pickles[c] for c in cases], *rest, **env), strict=True))
+
+    return ask
+
+
+def test_workers_find_what_was_made(made, worker, applied):
+    """Backend, cache dtype, scales, cache pages and the whole configuration are those that were decided."""
+    assert [answer.get("error") for answer in made.values()] == [None] * len(CASES)
+    for (_, cache), answer in made.items():
+        found = answer["backend"], answer["cache_dtype"], answer["layers"]["kv_scales"]
+        if cache == "FlashMLA":
+            assert found == ("FLASHMLA_SPARSE_DSV4", "fp8", [None] * 5)
+        elif "scales" in cache:
+            assert found == (NEW, "fp8_per_tensor", [1, 2, 4, 8, 16])
+        else:
+            assert found == (NEW, "bfloat16" if "bf16" in cache else "fp8_per_tensor", [1] * 5)
+    assert worker(applied, CASES) == made
+
+
+def test_executors_are_those_that_were_asked_for(made):
+    for (executor, _), answer in made.items():
+        assert ("nnodes=2" in answer["config"]) == ("node" in executor)
+        assert ("node_rank=1" in answer["config"]) == (executor == "node 1")
+
+
+@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+def test_another_gpu_on_the_other_host_is_refused(worker, applied, capability):
+    """When layers are made: before weights are loaded."""
+    for (_, cache), answer in worker(applied, CASES, capability).items():
+        if cache == "FlashMLA":
+            assert "error" not in answer
+        else:
+            assert f"this machine has compute capability {capability}" in answer["error"]
+
+
+def test_kernels_that_the_other_host_lacks_are_refused(worker, applied):
+    case = "node 1", "bf16"
+    found = worker(applied, [case], VLLM_DSV4_PROVIDER="flashinfer")[case]["error"]
+    assert found.startswith("VLLM_DSV4_PROVIDER=flashinfer needs FlashInfer, but ")
+
+
+def test_scales_that_the_other_host_lacks_are_refused(worker, applied, models):  # noqa: F811
+    case = "node 1", "fp8 with scales"
+    file = models / "mini.safetensors"
+    shutil.move(file, file.with_suffix(".away"))
+    try:
+        found = worker(applied, [case])[case]["error"]
+    finally:
+        shutil.move(file.with_suffix(".away"), file)
+    assert found.startswith(f"{file}, which dsv4_scales names, cannot be read")
+
+
+def test_a_host_without_the_overlay_is_refused(worker, reverted):  # noqa: F811
+    """Else a worker of stock vLLM would keep its part of the cache in FlashMLA's format."""
+    for (_, cache), answer in worker(reverted, CASES).items():
+        assert "is not a valid AttentionBackendEnum" in answer["error"], cache
