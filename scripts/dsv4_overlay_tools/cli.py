@@ -127,7 +127,7 @@ def _series_for(root: Path, target: Target) -> Series:
             "wrong-release",
             f"The release of {target.root} is unknown ({why}); fetch the tags or use a release.",
         )
-    return find_series(root, target.release)
+    return transaction.as_built(find_series(root, target.release), target.root)
 
 
 def _survey(report: Report, root: Path, target: Target, series: Series | None) -> None:

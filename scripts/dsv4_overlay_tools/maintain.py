@@ -164,9 +164,19 @@ def release_toml(
     return text
 
 
-def served_sources(series: Series, touched: Iterable[str]) -> dict[str, dict[str, bytes]]:
-    """The touched files in each other release that `series` serves."""
+def served_sources(series: Series, touched: dict[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """The touched files in each other release that `series` serves, and in rebuilt wheels of this one.
+
+    `touched` are this release's. Raises Refusal(bad-series) if a wheel's changes do not fit them.
+    """
     found = {}
+    for build, changes in series.rebuilt.items():
+        try:
+            found[build] = touched | {diff.path: diff.apply(touched[diff.path]) for diff in changes.diffs}
+        except (KeyError, Mismatch):
+            raise Refusal(
+                "bad-series", f"{series.folder / changes.name} does not fit the touched files of {series.release}."
+            ) from None
     for release in sorted(series.sdists.keys() - {series.release}):
         source = pristine_from_archive(fetch.archive(series, release))
         found[release] = {path: source[path] for path in touched if path in source}
@@ -224,7 +234,8 @@ def export(
     out = {series.folder / p.name: export_patch(p, pristine, edited) for p in series.patches}
     pins = series.folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in owner if pristine[path] != edited[path]}
-    moved = moved_files(pristine, served_sources(series, hashes)) if served else None
+    touched = {path: pristine[path] for path in hashes}
+    moved = moved_files(pristine, served_sources(series, touched)) if served else None
     out[pins] = release_toml(pins.read_text("utf-8"), hashes, moved).encode()
     return out, notes
 
@@ -437,7 +448,7 @@ def check(
             problems.append(f"{patch.name} is not what export-series.sh writes; run it")
     pins = folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in edited}
-    others = served_sources(series, edited) if served else {}
+    others = served_sources(series, {path: pristine[path] for path in edited}) if served else {}
     moved = moved_files(pristine, others)
     if release_toml(pins.read_text("utf-8"), hashes, moved) != pins.read_text("utf-8"):
         problems.append("release.toml: [files] is not what export-series.sh writes; run it")

@@ -210,11 +210,13 @@ class Series:
     sdists: dict[str, str]  # release -> sha256 of its source archive; this release and `serves`
     files: dict[str, str]  # touched vLLM file -> sha256 before the series
     patches: list[Patch] = field(default_factory=list)
-    # release in `serves` -> touched file whose bytes are others there -> its sha256
+    # release in `serves`, or rebuilt wheel -> touched file whose bytes are others there -> its sha256
     moved: dict[str, dict[str, str]] = field(default_factory=dict)
+    # rebuilt wheel of this release, as release-build -> its changes to the archive's touched files
+    rebuilt: dict[str, Patch] = field(default_factory=dict)
 
     def of(self, release: str) -> Series:
-        """This series as it applies to `release`, one of `sdists`."""
+        """This series as it applies to `release`, one of `sdists` or of `rebuilt`."""
         moved = self.moved.get(release, {})
         patches = [
             replace(patch, diffs=[replace(diff, moved=diff.path in moved) for diff in patch.diffs])
@@ -262,6 +264,11 @@ def load_series(folder: Path) -> Series:
         for served in toml.get("serves", []):
             sdists[served] = toml["also"][served]["sdist_sha256"]
             moved[served] = dict(toml["also"][served].get("files", {}))
+        rebuilt = {}
+        for build, also in toml.get("also", {}).items():
+            if name := also.get("changes"):
+                rebuilt[build] = parse_patch(name, (folder / name).read_bytes())
+                moved[build] = dict(also.get("files", {}))
         series = Series(
             folder=folder,
             release=toml["release"],
@@ -270,9 +277,10 @@ def load_series(folder: Path) -> Series:
             sdists=sdists,
             files=dict(toml.get("files", {})),
             moved=moved,
+            rebuilt=rebuilt,
         )
     except OSError as error:
-        raise _bad(str(pins), f"cannot be read ({error.strerror})") from None
+        raise _bad(str(error.filename), f"cannot be read ({error.strerror})") from None
     except (TOMLKitError, UnicodeDecodeError) as error:
         raise _bad(str(pins), f"is not TOML ({error})") from None
     except (KeyError, TypeError) as error:

@@ -243,6 +243,20 @@ def _provenance(repo_root: Path) -> tuple[str | None, bool | None]:
         return None, None
 
 
+def as_built(series: Series, root: Path) -> Series:
+    """`series`, or as it applies to the rebuilt wheel whose files `root` holds or held before it was applied."""
+
+    def found(path: str) -> str:
+        kept = root / _kept(ORIGINALS, path)
+        return sha256((kept if kept.is_file() else root / path).read_bytes())
+
+    for build in series.rebuilt:
+        with contextlib.suppress(OSError):
+            if all(found(path) == pin for path, pin in series.moved[build].items()):
+                return series.of(build)
+    return series
+
+
 def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
     """Compute every new file in memory; writes nothing.
 

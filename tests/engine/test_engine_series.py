@@ -13,6 +13,7 @@ from smallworld import (
     PRISTINE,
     RELEASE,
     copy,
+    diff,
     header,
     make_repo,
     make_target,
@@ -394,6 +395,37 @@ def test_a_served_release_whose_lines_have_moved(world, served, capsys, engine, 
     assert (target / "vllm/config.py").read_bytes() == served["vllm/config.py"]
     (target / "vllm/config.py").write_bytes(shift + served["vllm/config.py"])
     engine.refused("source-changed", target)
+
+
+def test_a_wheel_that_was_built_again(world, served, capsys, engine, tmp_path):
+    """It has the release's number and other bytes; the archive and both wheels are served, nothing else."""
+    changed = PRISTINE | {"vllm/config.py": b"# new\n" + PRISTINE["vllm/config.py"]}
+    folder = world[0] / f"patches/{RELEASE}"
+    path = "vllm/config.py"
+    (folder / "wheel-1.diff").write_bytes(b"Description: x\n\n" + diff(path, PRISTINE[path], changed[path]))
+    with (folder / "release.toml").open("a") as pins:
+        pins.write(f'\n[also."{RELEASE}-1"]\nchanges = "wheel-1.diff"\n')
+    assert maintain.check_main([], world[0]) == 1
+    assert "[files] is not what export-series.sh writes" in capsys.readouterr().err
+    assert export_and_check(world, capsys) == (0, "")
+
+    engine.root = world[0]
+    again = make_target(tmp_path / "again", "installed", files=changed)
+    engine.ok(again)
+    assert (again / path).read_bytes() == b"# new\n" + EDITED[path]
+    assert engine.ok(again)["notes"] == ["already applied; nothing to do"]
+    (again / path).write_bytes(b"# new\n" + EDITED[path] + b"more = 1\n")
+    assert engine.refused("edited-since-apply", again)["line"] == EDITED[path].count(b"\n") + 2
+    (again / path).write_bytes(b"# new\n" + EDITED[path])
+    engine.ok(again, "--revert")
+    assert (again / path).read_bytes() == changed[path]
+    engine.ok(make_target(tmp_path / "first", "installed"))
+    (again / path).write_bytes(b"# other\n" + PRISTINE[path])
+    engine.refused("source-changed", again)
+
+    (folder / "wheel-1.diff").write_bytes(b"Description: x\n\n" + diff(path, changed[path], PRISTINE[path]))
+    assert maintain.check_main([], world[0]) == 1
+    assert "wheel-1.diff does not fit the touched files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
