@@ -1,8 +1,10 @@
 """Several hosts: the configuration that a worker on another host gets, from Ray's executor or vLLM's own."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -125,11 +127,19 @@ def node(applied, models, case, *packages, **env):  # noqa: F811
         text=True,
         env=os.environ | env | {"PYTHONPATH": os.pathsep.join([str(applied), str(HERE), *packages])},
         cwd=models,
+        start_new_session=True,
     )
     process.stdin.write(json.dumps(case))
     process.stdin.close()
     process.stdin = None
     return process
+
+
+def end(process):
+    """With all its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def test_two_nodes_of_vllms_own_executor(applied, models, made):  # noqa: F811
@@ -143,8 +153,7 @@ def test_two_nodes_of_vllms_own_executor(applied, models, made):  # noqa: F811
         answers = json.loads(nodes[1].communicate(timeout=120)[0].splitlines()[-1])
     finally:
         for process in nodes:
-            process.terminate()
-            process.wait()
+            end(process)
     check_workers(answers, made["node 0", cache])
 
 
@@ -164,8 +173,7 @@ def with_ray(applied, models, cache, other):  # noqa: F811
     try:
         return json.loads(process.communicate(timeout=240)[0].splitlines()[-1])
     finally:
-        process.terminate()
-        process.wait()
+        end(process)
 
 
 def test_two_nodes_of_ray(applied, models, made):  # noqa: F811
