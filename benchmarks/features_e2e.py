@@ -545,9 +545,8 @@ def nodes2(run: Run) -> None:
     other = subprocess.Popen([sys.executable, "-c", HEADLESS, arguments], env=os.environ | there)
     os.environ.update(here)
     parallel(run, **nodes)
+    # It stays when this one ends; run_child ends both.
     run.check("the other node was there to the end", other.poll() is None, other.poll())
-    other.terminate()
-    other.wait(60)
 
 
 def data_parallel(run: Run, ranks: int, tp: int) -> None:
