@@ -5,6 +5,11 @@
     python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json              # one GPU
     python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json --gpus 2     # what needs two
 
+With 8 heads a GPU, as tensor parallel 8 has of 64:
+
+    python scripts/make_mini_checkpoint.py /tmp/mini-v4-32 --heads 32
+    python benchmarks/features_e2e.py --model /tmp/mini-v4-32 --out features-32.json --gpus 4 --steps tp4
+
 The plain run (`reference`) is eager, on one GPU, without prefix cache, speculation or asynchronous scheduling.
 Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may be
 spread over several commands (`--steps prefix,chunked`). A step passes if all its checks pass: its own, that no
@@ -513,7 +518,7 @@ def pp2(run: Run) -> None:
 
 @step(gpus=4)
 def tp4(run: Run) -> None:
-    """Tensor parallel 4: 16 heads a GPU."""
+    """Tensor parallel 4: a quarter of the heads, 16 of 64."""
     parallel(run, tensor_parallel_size=4)
 
 
@@ -548,9 +553,8 @@ def nodes2(run: Run) -> None:
     other = subprocess.Popen([sys.executable, "-c", HEADLESS, arguments], env=os.environ | there)
     os.environ.update(here)
     parallel(run, **nodes)
+    # It stays when this one ends; run_child ends both.
     run.check("the other node was there to the end", other.poll() is None, other.poll())
-    other.terminate()
-    other.wait(60)
 
 
 def data_parallel(run: Run, ranks: int, tp: int) -> None:

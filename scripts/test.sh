@@ -23,6 +23,15 @@ for release in 0.6.12 0.6.14 0.6.18.post1 0.7.2.post1; do
 done
 export FLASHINFER_RELEASES
 
+# For tests/glue/test_nodes.py; with it importable, vLLM would do more in every other test. 80 MB of downloads.
+export RAY_PACKAGES=$cache/ray-2.60.0
+if [ ! -e "$RAY_PACKAGES" ]; then
+    rm -rf "$RAY_PACKAGES.part"
+    "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --target "$RAY_PACKAGES.part" \
+        ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 protobuf==7.36.2
+    mv "$RAY_PACKAGES.part" "$RAY_PACKAGES"
+fi
+
 run() { # RELEASE, options of pytest
     # Not PYTHONPATH: the tests of --installed are about what another Python imports.
     VLLM_SOURCE=$(applied "$1") "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"

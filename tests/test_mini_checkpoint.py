@@ -456,3 +456,14 @@ def test_flat_logprobs_are_read(vllm_module):
     assert len(empty[0]) == 0
     rows = e2e.full_rows([entry], 3)
     np.testing.assert_array_equal(rows, [[-0.5, -3.0, -1.0]])
+
+
+def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
+    shapes = []
+    monkeypatch.setattr(mini, "write_checkpoint", lambda out, shape, *_, **__: shapes.append(shape))
+    assert mini.main([str(tmp_path)]) == mini.main([str(tmp_path), "--heads", "32"]) == 0
+    configs = [mini.model_config(shape) for shape in shapes]
+    assert [(c["num_attention_heads"], c["o_groups"]) for c in configs] == [(64, 8), (32, 4)]
+    with pytest.raises(SystemExit):
+        mini.main([str(tmp_path), "--heads", "12"])
+    assert "--heads must be a multiple of 8, for an output group is 8 heads, and is 12" in capsys.readouterr().err

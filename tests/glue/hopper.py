@@ -1,13 +1,14 @@
 """Runs in a process of its own: real vLLM configurations and layers as on a machine with an H200.
 
-Reads a JSON list from standard input, of command lines or of arguments of `EngineArgs`, and writes a JSON list of
-what came of each. Arguments may have `pickle`, a file for the configuration in the form that its executor sends to
-workers; a file's name in the list is such a worker, which makes its layers. Works on the pristine tree too, so it
-must not import anything of the overlay.
+CAPABILITY in the environment is the GPU's. Reads a JSON list from standard input, of command lines or of arguments
+of `EngineArgs`, and writes a JSON list of what came of each. Arguments may have `pickle`, a file for the
+configuration as a worker's process gets it; a file's name in the list is such a worker, which makes the layers.
+Works on the pristine tree too, so it must not import anything of the overlay.
 """
 
 import dataclasses
 import json
+import os
 import pickle
 import sys
 import types
@@ -32,7 +33,7 @@ import vllm.platforms as platforms  # noqa: E402
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 
-CAPABILITY = DeviceCapability(*map(int, sys.argv[1].split(".")))
+CAPABILITY = DeviceCapability(*map(int, os.environ["CAPABILITY"].split(".")))
 NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: CAPABILITY)
 NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
 NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
@@ -158,5 +159,6 @@ def describe(config):
     return result
 
 
-answers = [run(arguments) for arguments in json.load(sys.stdin)]
-print("\n" + json.dumps(answers))
+if __name__ == "__main__":
+    answers = [run(arguments) for arguments in json.load(sys.stdin)]
+    print("\n" + json.dumps(answers))

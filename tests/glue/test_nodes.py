@@ -1,9 +1,16 @@
 """Several hosts: the configuration that a worker on another host gets, from Ray's executor or vLLM's own."""
 
+import contextlib
+import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
-from test_real_config import models, on_hopper, reverted  # noqa: F401 (fixtures)
+from test_real_config import HERE, models, on_hopper, reverted  # noqa: F401 (fixtures)
 
 NEW = "FLASHINFER_MLA_SPARSE_DSV4"
 PLAIN = {"skip_tokenizer_init": True, "block_size": 256, "max_model_len": 4096, "tensor_parallel_size": 2}
@@ -107,3 +114,74 @@ def test_a_host_without_the_overlay_is_refused(worker, reverted):  # noqa: F811
     """Else a worker of stock vLLM would keep its part of the cache in FlashMLA's format."""
     for (_, cache), answer in worker(reverted, CASES).items():
         assert "is not a valid AttentionBackendEnum" in answer["error"], cache
+
+
+def node(applied, models, case, *packages, **env):  # noqa: F811
+    """A process of nodes.py, which has read its arguments."""
+    env |= {"CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "nodes.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | env | {"PYTHONPATH": os.pathsep.join([str(applied), str(HERE), *packages])},
+        cwd=models,
+        start_new_session=True,
+    )
+    process.stdin.write(json.dumps(case))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def end(process):
+    """With all its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_two_nodes_of_vllms_own_executor(applied, models, made):  # noqa: F811
+    """Two processes that are told to be two nodes; each makes its own configuration."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = {"master_addr": "127.0.0.1", "master_port": s.getsockname()[1]}
+    cache = "fp8 with scales"
+    nodes = [node(applied, models, arguments(models, f"node {rank}", cache) | address) for rank in (1, 0)]
+    try:
+        answers = json.loads(nodes[1].communicate(timeout=120)[0].splitlines()[-1])
+    finally:
+        for process in nodes:
+            end(process)
+    check_workers(answers, made["node 0", cache])
+
+
+def check_workers(answers, expected):
+    assert [answer["rank"] for answer in answers] == [0, 1]
+    for answer in answers:
+        assert (answer["cache_dtype"], answer["layers"]) == (expected["cache_dtype"], expected["layers"])
+
+
+def with_ray(applied, models, cache, other):  # noqa: F811
+    """What Ray's executor answers from two of Ray's nodes on this host, the second with `other` as capability."""
+    packages = os.environ.get("RAY_PACKAGES")
+    if not packages:
+        pytest.skip("RAY_PACKAGES does not name a folder with Ray; scripts/test.sh makes one")
+    case = {"model": str(models / "mini")} | PLAIN | CACHES[cache] | {"distributed_executor_backend": "ray"}
+    process = node(applied, models, case, packages, OTHER_CAPABILITY=other)
+    try:
+        return json.loads(process.communicate(timeout=240)[0].splitlines()[-1])
+    finally:
+        end(process)
+
+
+def test_two_nodes_of_ray(applied, models, made):  # noqa: F811
+    cache = "fp8 with scales"
+    check_workers(with_ray(applied, models, cache, other="9.0"), made["node 0", cache])
+
+
+def test_another_gpu_on_rays_other_node_is_refused(applied, models):  # noqa: F811
+    """Ray's workers do not make the configuration, so the check there is the layers' own."""
+    found = with_ray(applied, models, "bf16", other="8.0")
+    assert "and this machine has compute capability 8.0; use FLASHMLA_SPARSE_DSV4" in found["error"]

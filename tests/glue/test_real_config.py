@@ -92,11 +92,11 @@ def models(tmp_path_factory):
 def on_hopper(tree, folder, requests, capability="9.0", **env):
     """What hopper.py says to each request, with `tree` as vLLM."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "hopper.py"), capability],
+        [sys.executable, str(HERE / "hopper.py")],
         input=json.dumps(requests),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""} | env,
+        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "CAPABILITY": capability} | env,
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-2000:]
