@@ -15,25 +15,30 @@ from .series import load_series, release_folders
 
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (9.0)", "blackwell": "Blackwell (10.0, 10.3)"}
+# The results that are about a release, and what each of their parts is called.
+RESULTS = {"accuracy_e2e_*.json": "bars", "features_*.json": "steps"}
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H200": "hopper"}
 
 
 def evidence(root: Path) -> dict[tuple[str, str], list[str]]:
-    """(release, column) -> what ran there, from each result that names the overlay it ran with and has bars."""
+    """(release, column) -> what ran there, from each result that names the overlay it ran with."""
     found: dict[tuple[str, str], list[str]] = {}
-    for path in sorted((root / "benchmarks" / "results").glob("*.json")):
+    results = root / "benchmarks" / "results"
+    for path, what in ((path, what) for name, what in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
-        machine = result.get("machine") if isinstance(result, dict) else None
-        if not isinstance(machine, dict) or not machine.get("overlay") or not result.get("bars"):
-            continue
-        ran = [bar["passed"] for bar in result["bars"] if bar["passed"] is not None]
-        bars = f"{sum(ran)} of {len(ran)} bars"
-        if len(ran) < len(result["bars"]):
-            bars += f", {len(result['bars']) - len(ran)} not run"
+        if what == "bars":
+            passed = [bar["passed"] for bar in result["bars"]]
+        else:
+            passed = [step["ok"] for steps in result["steps"].values() for step in steps.values()]
+        machine = result["machine"]
+        ran = [p for p in passed if p is not None]
+        words = f"{sum(ran)} of {len(ran)} {what}"
+        if len(ran) < len(passed):
+            words += f", {len(passed) - len(ran)} not run"
         for model, column in MODELS.items():
-            if any(model in gpu for gpu in machine["gpus"]):
-                link = f"[{bars}]({path.relative_to(root).as_posix()}) on {model}"
+            if machine.get("overlay") and any(model in gpu for gpu in machine["gpus"]):
+                link = f"[{words}]({path.relative_to(root).as_posix()}) on {model}"
                 found.setdefault((machine["overlay"]["release"], column), []).append(link)
     return found
 

@@ -18,7 +18,8 @@ def repo(tmp_path):
 
 
 def add_result(repo, name, **changes):
-    result = {"machine": {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE}}, "bars": [{"passed": True}]}
+    result = {"machine": {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE}}, "bars": [{"passed": True}],
+              "steps": {"fp8": {"prefix": {"ok": True}}, "bf16": {"prefix": {"ok": False}}}}  # fmt: skip
     (repo / f"benchmarks/results/{name}.json").write_text(json.dumps(result | changes))
 
 
@@ -32,8 +33,9 @@ def test_rows_of_every_release_served(repo):
 def test_stale_with_every_new_fact(repo, capsys):
     for change in (
         lambda: None,
-        lambda: add_result(repo, "a"),
-        lambda: add_result(repo, "b", bars=[{"passed": True}, {"passed": False}, {"passed": None}]),
+        lambda: add_result(repo, "accuracy_e2e_a"),
+        lambda: add_result(repo, "features_c"),
+        lambda: add_result(repo, "accuracy_e2e_b", bars=[{"passed": True}, {"passed": False}, {"passed": None}]),
         lambda: (repo / f"patches/{RELEASE}/series").write_text("config.patch\n"),
     ):
         change()
@@ -41,17 +43,19 @@ def test_stale_with_every_new_fact(repo, capsys):
         assert matrix_main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
         assert (repo / "README.md").read_bytes() == before
         assert matrix_main([], repo) == 0 and matrix_main(["--check"], repo) == 0
-    bars = {"a": "1 of 1 bars", "b": "1 of 2 bars, 1 not run"}
-    a, b = (f"[{bars[name]}](benchmarks/results/{name}.json) on H200" for name in bars)
-    assert f"| served; {a}; {b} |" in (repo / "README.md").read_text()
+    bars = {"accuracy_e2e_a": "1 of 1 bars", "accuracy_e2e_b": "1 of 2 bars, 1 not run"}
+    ran = bars | {"features_c": "1 of 2 steps"}
+    links = (f"[{words}](benchmarks/results/{name}.json) on H200" for name, words in ran.items())
+    assert f"| served; {'; '.join(links)} |" in (repo / "README.md").read_text()
 
 
 def test_results_that_are_no_evidence(repo):
     assert matrix_main([], repo) == 0
     (repo / "benchmarks/results/list.json").write_text("[]")
-    add_result(repo, "kernels", machine=None)
-    add_result(repo, "no_bars", bars=[])
-    add_result(repo, "other_release", machine={"gpus": ["NVIDIA H200"], "overlay": {"release": "0.1.0"}})
+    add_result(repo, "scales")
+    add_result(repo, "accuracy_e2e_stock", machine={"gpus": ["NVIDIA H200"], "overlay": None})
+    for gpu, release in (("B200", RELEASE), ("H200", "0.1.0")):
+        add_result(repo, f"accuracy_e2e_{gpu}", machine={"gpus": [gpu], "overlay": {"release": release}})
     assert matrix_main(["--check"], repo) == 0
 
 
