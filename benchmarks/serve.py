@@ -7,20 +7,36 @@
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
-other on the same GPUs. Before a measurement come two that do not count: a few full prompts, and as
-many short ones as will run at once, so that nothing is compiled while the clock runs. What is in
+other on the same GPUs. Each measurement comes after the same prompts with fewer tokens out, which do
+not count: what is compiled depends on the tokens in a step, and those steps are the same. Kernels
+that Triton or TileLang compile while the clock runs all the same are named in the result. What is in
 --work is not measured again, so an interrupted command can be given once more; --output-len and
 --concurrency make it shorter, and the result says so. --profile adds, with the first concurrency, the
 share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
+
+Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
+alike (the result has the environment and the options):
+
+    VLLM_DEEP_GEMM_WARMUP=skip             the warm-up above compiles what is used, not every shape
+    VLLM_USE_BREAKABLE_CUDAGRAPH=1         full and piecewise graphs without torch.compile
+    -- --no-enable-flashinfer-autotune --cudagraph-capture-sizes 1 2 4 8 16 32 64
+
+Sizes have to reach the largest concurrency. VLLM_ALLREDUCE_USE_SYMM_MEM=0 is for virtual machines
+without NVLink multicast.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import datetime
 import gzip
 import json
 import os
+import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,19 +49,20 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 sys.path += [str(REPO / "benchmarks"), str(REPO / "scripts")]
 
+VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
 RUNS = {
     "FlashMLA": ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"],
     "BF16": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"],
     "FP8": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"],
 }
-GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
 # Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
 ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 PROFILED_STEPS = 8
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+COMPILED = re.compile(r"JIT compilation during inference: (\w+)|TileLang begins to compile kernel `(\w+)`")
 # Key in the result of `vllm bench serve`, heading, factor.
 COLUMNS = [
     ("duration", "s", 1.0),
@@ -71,15 +88,11 @@ def write(path: Path, value: Any) -> None:
 def write_dummy(folder: Path) -> None:
     """config.json of the V4-Flash shape, and the mini checkpoint's tokenizer: only its tokens have text."""
     import make_mini_checkpoint as mini
+    import throughput
 
-    shape = mini.Shape(
-        layers=43, compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0), hash_layers=3, experts=256,
-        moe_intermediate=2048, vocab=129280, fp8_wo_b=True,
-    )  # fmt: skip
-    config = mini.model_config(shape) | {"expert_dtype": "fp4"}
     folder.mkdir(parents=True, exist_ok=True)
     mini.write_tokenizer(folder, mini.Shape().vocab)
-    write(folder / "config.json", config)
+    write(folder / "config.json", throughput.flash_config("fp4"))
 
 
 def profile_delay(args: argparse.Namespace) -> int:
@@ -93,12 +106,12 @@ class Server:
     def __init__(self, args: argparse.Namespace, name: str):
         self.url = f"http://127.0.0.1:{args.port}"
         self.log = args.work / f"{name}.log"
-        length = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
+        # The graphs' mode not as JSON, which another -cc.OPTION would replace instead of adding to it.
         self.command = [
-            "vllm", "serve", args.model, "--port", str(args.port), *RUNS[name],
+            *VLLM, "serve", args.model, "--port", str(args.port), *RUNS[name],
             "--tensor-parallel-size", str(args.tensor_parallel_size), "--block-size", "256",
-            "--max-model-len", str(length), "--max-num-seqs", str(max(args.concurrency)),
-            "--no-enable-prefix-caching", "--compilation-config", json.dumps(GRAPHS),
+            "--max-model-len", str(args.max_model_len), "--max-num-seqs", str(args.max_num_seqs),
+            "--no-enable-prefix-caching", "-cc.cudagraph_mode=FULL_AND_PIECEWISE",
             *(["--load-format", "dummy"] if args.dummy else []), *args.serve_options,
         ]  # fmt: skip
         if args.profile:
@@ -109,18 +122,27 @@ class Server:
             })]  # fmt: skip
 
     def __enter__(self) -> Server:
+        if self.healthy():
+            stop(f"something serves at {self.url} already; end it, or give another --port.")
         began = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
         print("+", " ".join(self.command), f"> {self.log}", flush=True)
-        while not self.healthy():
-            if self.process.poll() is not None:
-                stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
-            print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
-            time.sleep(2)
+        try:
+            while not self.healthy():
+                self.check()
+                print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
+                time.sleep(2)
+        except BaseException:  # an interrupted start too: no server may keep the GPUs
+            self.__exit__()
+            raise
         self.seconds = time.monotonic() - began
         print(f"\rserves after {self.seconds:.0f} s")
         return self
+
+    def check(self) -> None:
+        if self.process.poll() is not None:
+            stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
 
     def healthy(self) -> bool:
         try:
@@ -133,6 +155,10 @@ class Server:
         found = CAPACITY.findall(self.log.read_text(errors="replace"))
         return int(found[-1].replace(",", "")) if found else 0
 
+    def compiled(self) -> list[str]:
+        """The kernels whose compilation the log tells of so far; Triton's each once."""
+        return ["".join(names) for names in COMPILED.findall(self.log.read_text(errors="replace"))]
+
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGINT, signal.SIGKILL):
             try:
@@ -142,28 +168,66 @@ class Server:
                 continue
 
 
-def bench(args: argparse.Namespace, url: str, prompts: int, length: int, output: int, *options: str) -> None:
+def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
+    """As the measurement, but only as many tokens out as keep all decoding until the last prompt is read, if at
+    least 4096 tokens of the prompts are taken a step."""
+    output = min(args.output_len, 16 + count * args.input_len // 4096)
+    rng = random.Random(0)
+
+    def ask(tokens: list[int]) -> None:
+        body = {"model": args.model, "prompt": tokens, "max_tokens": output, "ignore_eos": True, "temperature": 1}
+        head = {"Content-Type": "application/json"}
+        request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
+
+    prompts = [[rng.randrange(16, 4096) for _ in range(args.input_len)] for _ in range(count)]
+    pool = concurrent.futures.ThreadPoolExecutor(count)
+    try:
+        list(pool.map(ask, prompts))
+    except OSError as error:  # HTTPError is one
+        server.check()
+        stop(f"the server answers a prompt with: {error}; its log is {server.log}.")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # if interrupted, the server ends before its answers
+
+
+def bench(args: argparse.Namespace, server: Server, count: int, output: int, *options: str) -> dict[str, Any]:
+    """What `vllm bench serve` measures with `count` prompts at once, each of which has to be answered."""
+    draft = args.work / "bench.json"
+    draft.unlink(missing_ok=True)
     command = [
-        "vllm", "bench", "serve", "--base-url", url, "--model", args.model, "--dataset-name", "random",
-        "--random-input-len", str(length), "--random-output-len", str(output), "--ignore-eos",
-        "--num-prompts", str(prompts), "--max-concurrency", str(prompts), "--seed", "0",
-        "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", *options,
+        *VLLM, "bench", "serve", "--base-url", server.url, "--model", args.model, "--dataset-name", "random",
+        "--random-input-len", str(args.input_len), "--random-output-len", str(output), "--ignore-eos",
+        "--num-prompts", str(count), "--max-concurrency", str(count), "--seed", "0", "--temperature", "1",
+        "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99",
+        "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name, *options,
     ]  # fmt: skip
-    if subprocess.run(command).returncode:
-        stop(f"{' '.join(command[:3])} failed; the server's log is in {args.work}.")
+    status = subprocess.run(command).returncode
+    server.check()
+    if status or not draft.exists():
+        stop(f"vllm bench serve ended with {status} and its output says why; the server's log is {server.log}.")
+    found = json.loads(draft.read_text())
+    if found["completed"] != count:
+        stop(f"the server answered {found['completed']} prompts of {count}; {server.log} says why.")
+    return found
 
 
-def attention_share(folder: Path) -> dict[str, Any]:
-    """GPU time of a decode step and what of it is attention, from rank 0's trace, with the longest kernels."""
+def attention_share(folder: Path, count: int) -> dict[str, Any]:
+    """GPU time of a step that decodes `count` requests, and what of it is attention, from rank 0's trace."""
     traces = sorted(folder.glob("*rank0*.json.gz")) or sorted(folder.glob("*.json.gz"))
     if not traces:
         stop(f"the profiler left no trace in {folder}.")
     with gzip.open(traces[-1]) as file:
         events = json.load(file)["traceEvents"]
+    # vLLM marks each step with what is in it.
+    steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
+    if not steps or any(not step.startswith(f"execute_context_0(0)_generation_{count}(") for step in steps):
+        stop(f"the profiler should have seen steps that decode {count} requests, and saw {sorted(set(steps))}.")
     times: dict[str, float] = {}
     for event in events:
         if event.get("cat") == "kernel":
-            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / PROFILED_STEPS
+            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
     total = sum(times.values())
     attention = sum(time for name, time in times.items() if ATTENTION.search(name))
     longest = sorted(times, key=lambda name: -times[name])[:12]
@@ -186,24 +250,27 @@ def measure(args: argparse.Namespace, name: str) -> None:
         facts = {"kv_cache_tokens": server.capacity(), "start_seconds": round(server.seconds),
                  "command": server.command}  # fmt: skip
         write(args.work / f"{name}.json", facts)
-        bench(args, server.url, min(16, max(args.concurrency)), args.input_len, 8)
         for number, count in enumerate(missing, 1):
             print(f"{name}: {count} at once, {number} of {len(missing)}", flush=True)
-            bench(args, server.url, count, 64, 32)
-            draft = f"{name}-{count}.new"
-            bench(args, server.url, count, args.input_len, args.output_len,
-                  "--save-result", "--result-dir", str(args.work), "--result-filename", draft)  # fmt: skip
-            (args.work / draft).rename(args.work / f"{name}-{count}.json")
+            warm_up(args, server, count)
+            before = len(server.compiled())
+            found = bench(args, server, count, args.output_len)
+            found["compiled"] = sorted(set(server.compiled()[before:]))
+            write(args.work / f"{name}-{count}.json", found)
         if profiles:
             output = profile_delay(args) + 4 * PROFILED_STEPS
-            bench(args, server.url, args.concurrency[0], args.input_len, output, "--profile")
-            write(profile, attention_share(args.work / f"{name}-profile"))
+            bench(args, server, args.concurrency[0], output, "--profile")
+            write(profile, attention_share(args.work / f"{name}-profile", args.concurrency[0]))
 
 
 def collect(args: argparse.Namespace) -> dict[str, Any]:
-    import timing
+    from e2e import machine
 
-    result: dict[str, Any] = timing.provenance() | {
+    result: dict[str, Any] = {
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
         "weights": "dummy" if args.dummy else "real",
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": args.input_len,
@@ -214,9 +281,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         run = json.loads((args.work / f"{name}.json").read_text()) | {"concurrency": {}}
         for count in args.concurrency:
             found = json.loads((args.work / f"{name}-{count}.json").read_text())
-            if found["completed"] != count:
-                stop(f"{name}-{count}.json has {found['completed']} answers of {count}; remove it and run again.")
-            run["concurrency"][str(count)] = {key: found[key] for key, _, _ in COLUMNS}
+            kept = [*(key for key, _, _ in COLUMNS), "total_input_tokens", "total_output_tokens", "compiled"]
+            run["concurrency"][str(count)] = {key: found[key] for key in kept}
         if args.profile:
             run["decode_step"] = json.loads((args.work / f"{name}-profile.json").read_text())
         result["runs"][name] = run
@@ -256,7 +322,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set(title=head, xlabel="requests at once")
     panels[0].legend()
     figure.suptitle(
-        f"{result['gpu'].splitlines()[0]}, TP {result['tensor_parallel_size']}, "
+        f"{result['machine']['gpus'][0].split(',')[0]}, TP {result['tensor_parallel_size']}, "
         f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
     )
     figure.savefig(path, metadata={"Date": None})
@@ -293,12 +359,16 @@ def main() -> None:
         write_dummy(args.dummy)
         args.model = str(args.dummy)
     # What is in the folder is only good for the same question.
-    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options")
+    args.max_num_seqs = max(args.concurrency)
+    args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
+    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
+            "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys}
     asked = args.work / "question.json"
     if asked.exists() and json.loads(asked.read_text()) != question:
         stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
     write(asked, question)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
     for name in args.runs:
         measure(args, name)
     result = collect(args)
