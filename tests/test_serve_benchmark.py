@@ -3,32 +3,56 @@
 import gzip
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PORT = "18765"
 VLLM = """#!{python}
-import http.server, json, os, pathlib, sys
+import http.server, json, os, pathlib, sys, threading
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(arguments) + "\\n")
 if arguments[0] == "serve":
-    print("INFO GPU KV cache size: 1,234,567 tokens", flush=True)
-    class Healthy(http.server.BaseHTTPRequestHandler):
+    class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.answer(200)
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with open(os.environ["CALLS"], "a") as calls:
+                calls.write(json.dumps(["warm-up", len(body["prompt"]), body["max_tokens"]]) + "\\n")
+            print("Triton kernel JIT compilation during inference: warm_kernel.", flush=True)
+            if os.environ.get("FAIL") == "server":
+                os._exit(9)
+            self.answer(500 if os.environ.get("FAIL") == "prompt" else 200)
+        def answer(self, status):
+            self.send_response(status)
             self.end_headers()
-    http.server.HTTPServer(("127.0.0.1", int(value("--port"))), Healthy).serve_forever()
-if "--save-result" in arguments and value("--num-prompts") == os.environ.get("FAIL"):
+        def log_message(self, *_):
+            pass
+    print("INFO GPU KV cache size: 1,234,567 tokens", flush=True)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Server)
+    timer = threading.Timer(60, server.shutdown)  # whatever happens to the test
+    timer.daemon = True
+    timer.start()
+    pathlib.Path(os.environ["CALLS"]).with_name("log").write_text(os.readlink("/proc/self/fd/1"))
+    server.serve_forever()
+if os.environ.get("FAIL") == value("--num-prompts"):
     sys.exit(1)
-if "--save-result" in arguments:
-    keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
-    result = dict.fromkeys(keys, 1000.0) | {{"completed": int(value("--num-prompts"))}}
-    pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result))
+with open(pathlib.Path(os.environ["CALLS"]).with_name("log").read_text(), "a") as log:
+    log.write("Triton kernel JIT compilation during inference: late_kernel.\\n")
+keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
+result = dict.fromkeys(keys + ["total_input_tokens", "total_output_tokens"], 1000.0)
+result["completed"] = int(value("--num-prompts")) - (os.environ.get("FAIL") == "one")
+pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result))
 """
 
 
@@ -40,22 +64,28 @@ def serve(tmp_path):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
 
-    def run(*arguments, **env):
+    def start(*arguments, **env):
         (tmp_path / "calls").write_text("")
         path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(
-            [ROOT / "benchmarks/serve.sh", "--model", "m", "--concurrency", "2,4", "--port", "18765", *arguments],
-            capture_output=True, text=True, cwd=tmp_path,
+        return subprocess.Popen(
+            [ROOT / "benchmarks/serve.sh", "--model", "m", "--concurrency", "2,4", "--port", PORT, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
             env=os.environ | {"PATH": path, "CALLS": str(tmp_path / "calls"), **env},
         )  # fmt: skip
+
+    def run(*arguments, **env):
+        process = start(*arguments, **env)
+        out, errors = process.communicate()
+        done = subprocess.CompletedProcess(process.args, process.returncode, out, errors)
         return done, [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
 
+    run.start = start
     return run
 
 
 def test_every_run_once_and_resumed(serve, tmp_path):
     done, calls = serve(FAIL="4")
-    assert done.returncode == 1 and "error: vllm bench serve failed" in done.stderr
+    assert done.returncode == 1 and "error: vllm bench serve ended with 1 " in done.stderr
     assert (tmp_path / "serve-work/FlashMLA-2.json").exists()
 
     done, calls = serve()
@@ -63,25 +93,102 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     servers = [call for call in calls if call[0] == "serve"]
     dtypes = [call[call.index("--kv-cache-dtype") + 1] for call in servers]
     assert dtypes == ["fp8_ds_mla", "bfloat16", "fp8_per_tensor"]
-    for call in servers:
-        assert "--no-enable-prefix-caching" in call
-        assert json.loads(call[call.index("--compilation-config") + 1]) == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
-    measured = [call[call.index("--num-prompts") + 1] for call in calls if "--save-result" in call]
+    measured = [call[call.index("--num-prompts") + 1] for call in calls if call[0] == "bench"]
     assert measured == ["4", "2", "4", "2", "4"]  # the first one of FlashMLA was there already
-    # Before each measurement, as many short prompts, which are not saved.
-    for before, call in zip(calls, calls[1:]):  # noqa: B905 - pairs of neighbours
-        if "--save-result" in call:
-            assert "--save-result" not in before and "64" in before
-            assert before[before.index("--num-prompts") + 1] == call[call.index("--num-prompts") + 1]
+    # Before each, the same prompts; of 8192 tokens each, so that few tokens out are enough.
+    at = 0
+    for call in calls:
+        at = 0 if call[0] == "serve" else at + 1
+        if call[0] == "bench":
+            count = int(call[call.index("--num-prompts") + 1])
+            place = calls.index(call)
+            assert calls[place - count : place] == [["warm-up", 8192, 16 + 2 * count]] * count and at == count + 1
+            at = 0
     result = json.loads((tmp_path / "serve.json").read_text())
     assert list(result["runs"]) == ["FlashMLA", "BF16", "FP8"]
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
+    assert result["runs"]["BF16"]["concurrency"]["2"]["compiled"] == ["late_kernel"]
     assert "| 4 | FP8 | 1,000.00 | 1,000.00 | 1.00 | 1.00 | 1,000.00 | 1,000.00 | 1,234,567 |" in done.stdout
 
     done, calls = serve()
     assert (done.returncode, calls) == (0, [])
-    done, calls = serve("--output-len", "64")
-    assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
+    for other in (["--output-len", "64"], ["--concurrency", "2"]):  # 2 alone: another --max-num-seqs
+        done, calls = serve(*other)
+        assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "fail, words",
+    [
+        ("server", "the server ended with 9; the end of serve-work/FlashMLA.log says why."),
+        ("prompt", "the server answers a prompt with: HTTP Error 500: Internal Server Error; its log is "),
+        ("one", "the server answered 1 prompts of 2; serve-work/FlashMLA.log says why."),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
+    done, _ = serve(FAIL=fail)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("error: " + words)
+    assert not (tmp_path / "serve-work/FlashMLA-2.json").exists()
+
+
+def test_a_stopped_start_leaves_no_server(serve, tmp_path):
+    (tmp_path / "bin/vllm").write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
+    process = serve.start()
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1] == "error: terminated; the same command goes on.\n"
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def test_another_server_is_not_measured(serve, tmp_path):
+    other = subprocess.Popen([sys.executable, "-m", "http.server", PORT, "--bind", "127.0.0.1"], cwd=tmp_path)
+    (tmp_path / "health").write_text("")
+    try:
+        for _ in range(100):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        done, calls = serve()
+    finally:
+        other.kill()
+        other.wait()
+    assert (done.returncode, calls) == (1, []) and "error: something serves at http://127.0.0.1:" in done.stderr
+
+
+def test_without_a_vllm_script_the_module_serves(serve, tmp_path):
+    """As from an unpacked wheel."""
+    cli = tmp_path / "site/vllm/entrypoints/cli"
+    cli.mkdir(parents=True)
+    (cli / "main.py").write_text((tmp_path / "bin/vllm").read_text())
+    (tmp_path / "bin/vllm").unlink()
+    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    path = {"PYTHONPATH": str(tmp_path / "site"), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done, calls = serve("--runs", "FP8", **path)
+    assert done.returncode == 0, done.stderr
+    assert [call[0] for call in calls if call[0] != "warm-up"] == ["serve", "bench", "bench"]
+
+
+def test_names_of_attention_kernels():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import serve
+
+    csrc = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.cu"))
+    ours = set(re.findall(r"(\w+_kernel)\(const __grid_constant__", csrc))
+    triton = ROOT / "overlay/common/vllm/third_party/dsv4_kernels"
+    ours |= set(re.findall(r"^(\w+_kernel)\[", (triton / "triton_sparse_mla.py").read_text(), re.MULTILINE))
+    ours |= set(re.findall(r"(_\w+_kernel)\[", "".join(path.read_text() for path in triton.glob("*.py"))))
+    attention = {name for name in ours if serve.ATTENTION.search(name)}
+    assert attention == {"sparse_mla_wgmma_kernel", "sparse_mla_m64_kernel", "sparse_mla_mma_kernel",
+                         "_attend_kernel", "_merge_kernel"}  # fmt: skip
+    assert ours - attention == {"insert_kernel", "_insert_kernel", "_compress_kernel", "_build_kernel"}
+    # In _flashmla_C.abi3.so of the wheel of 0.22.0, for Hopper: decode, its second part, prefill.
+    for name in ("sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel",
+                 "smxx::decode::flash_fwd_mla_combine_kernel", "sm90::fwd::sparse_attn_fwd_kernel"):  # fmt: skip
+        assert serve.ATTENTION.search(f"void {name}<64>(Params)")
 
 
 def test_share_of_attention(tmp_path):
@@ -91,10 +198,14 @@ def test_share_of_attention(tmp_path):
     kernels = {"void sparse_mla_wgmma_kernel<true, 16>(Params)": 24.0, "nvjet_gemm": 40.0, "insert_kernel": 16.0}
     events = [{"cat": "kernel", "name": name, "dur": time} for name, time in kernels.items()]
     events += [{"cat": "cpu_op", "name": "sparse_mla", "dur": 9.0}, {"name": "no kernel either"}]
-    with gzip.open(tmp_path / "dp0_rank0.1.pt.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
+    step = "execute_context_0(0)_generation_16(16)"
+    events += [{"cat": cat, "name": step, "dur": 9.0} for cat in ["user_annotation"] * 8 + ["gpu_user_annotation"]]
+    for rank, found in enumerate([events, []]):
+        with gzip.open(tmp_path / f"dp0_pp0_tp{rank}_dcp0_ep0_rank{rank}.1.pt.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": found}, file)
     found = serve.attention_share(tmp_path)
     assert (found["kernels_us"], found["attention_us"], found["share"]) == (10.0, 3.0, 0.3)
+    assert found["steps"] == {step: 8}
     assert next(iter(found["longest_us"])) == "nvjet_gemm"
 
 
