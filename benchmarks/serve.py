@@ -7,9 +7,9 @@
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
-other on the same GPUs. Each measurement comes after the same prompts with fewer tokens out, which do
-not count: what is compiled depends on the tokens in a step, and those steps are the same. Kernels
-that Triton or TileLang compile while the clock runs all the same are named in the result. What is in
+other on the same GPUs. Each measurement comes after one that does not count, of as many prompts of
+the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps
+are the same. What Triton or TileLang still compile while the clock runs, the result names. What is in
 --work is not measured again, so an interrupted command can be given once more; --output-len and
 --concurrency make it shorter, and the result says so. --profile adds, with the first concurrency, the
 share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
@@ -88,7 +88,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def write_dummy(folder: Path) -> None:
-    """config.json of the V4-Flash shape, and the mini checkpoint's tokenizer: only its tokens have text."""
+    """config.json of throughput.py, and the mini checkpoint's tokenizer: only its tokens have text."""
     import make_mini_checkpoint as mini
     import throughput
 
