@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
-from vllm.dsv4_overlay.scales import load_scales
+from vllm.dsv4_overlay.scales import layer_scales
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
     build_sparse_index_table,
@@ -36,8 +35,7 @@ def init_layer(layer: torch.nn.Module) -> None:
     vllm_config = get_current_vllm_config()
     kv, q = 1.0, 1.0
     if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:
-        main_layers = vllm_config.model_config.hf_config.num_hidden_layers
-        kv, q = load_scales(vllm_config).of_layer(extract_layer_index(layer.prefix), main_layers)
+        kv, q = layer_scales(vllm_config, layer.prefix)
     layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
     layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
     layer.kv_scale_value, layer.q_scale_value = kv, q

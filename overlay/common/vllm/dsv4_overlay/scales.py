@@ -69,6 +69,8 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     scales = load_scales(vllm_config)
     config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
     layers = config.num_hidden_layers
+    if scales.values and speculative and speculative.method == "dspark":
+        raise ValueError(f"{scales.source} is not for DSpark, whose layers have no scales; omit one of the two.")
     draft = speculative and speculative.draft_model_config
     if draft and draft.architecture == "DeepSeekV4MTPModel":  # not so with n-grams, whose draft is the model
         layers += draft.hf_config.num_nextn_predict_layers
@@ -79,6 +81,15 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     logger.info_once(
         "FP8 scales (%s): kv %.3g to %.3g, q %.3g to %.3g.", scales.source, min(kv), max(kv), min(q), max(q)
     )
+
+
+def layer_scales(vllm_config: "VllmConfig", prefix: str) -> tuple[float, float]:
+    """(kv, q) of the layer that vLLM calls `prefix`."""
+    # Not at the top: config.py imports this module, and is itself imported for every model.
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    main_layers = vllm_config.model_config.hf_config.num_hidden_layers
+    return load_scales(vllm_config).of_layer(extract_layer_index(prefix), main_layers)
 
 
 def load_scales(vllm_config: "VllmConfig") -> Scales:
