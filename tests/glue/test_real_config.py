@@ -288,7 +288,10 @@ def test_refused_when_the_configuration_is_made(answers, case, words):
     assert words in answers[case]["error"]
 
 
-@pytest.mark.parametrize("capability", ["8.0", "12.0"] if NAME_IS_OURS else ["8.0"])
+OTHER_GPUS = ["8.0", "12.0"] if NAME_IS_OURS else ["8.0"]
+
+
+@pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_other_gpus_are_refused(applied, models, capability):
     stock = ("mini", "--kv-cache-dtype=fp8")
     found = ask(applied, models, [("mini", NEW), stock], capability)
