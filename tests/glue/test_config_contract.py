@@ -54,7 +54,7 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
             architecture=architecture, heads=heads, model=NO_SCALES, revision=None, hf_config=HF_CONFIG
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16, user_specified_block_size=False),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -212,6 +212,16 @@ def test_dspark_is_refused(monkeypatch):
         assert verify(copy.deepcopy(asked)) == asked
 
 
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512])
+def test_block_sizes(block_size):
+    asked = make()
+    vars(asked.cache_config).update(block_size=block_size, user_specified_block_size=True)
+    if block_size == 256:
+        assert verify(asked).cache_config.cache_dtype == "bfloat16"
+    else:
+        assert f"needs blocks of 256 tokens, and --block-size is {block_size};" in refusal(asked)
+
+
 def test_no_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(config, "current_platform", SimpleNamespace(is_cuda=lambda: False))
     assert "this machine has no CUDA GPU;" in refusal(make())
@@ -309,3 +319,10 @@ def test_provenance_is_logged_once_a_model_is_ours(applied, monkeypatch):
     for part in (record["overlay_version"], record["overlay_commit"] or "unknown", f"vLLM {record['release']}"):
         assert part in line
     assert f"{len(record['files'])} files" in line and "python -m vllm.dsv4_overlay.selftest" in line
+
+
+def test_a_vllm_without_the_record_still_starts(tmp_path, monkeypatch):
+    """vLLM's own build packs no record: whoever asks for FlashMLA must not notice."""
+    monkeypatch.setattr(config, "vllm", SimpleNamespace(__file__=str(tmp_path / "__init__.py")))
+    assert "without its record" in config.provenance()
+    assert verify(make("fp8", None)) == make("fp8", None)

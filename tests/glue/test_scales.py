@@ -111,6 +111,30 @@ def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
     assert f"layers.1.attn.k_scale in checkpoint {folder} must be finite and positive" in refusal(config)
 
 
+def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
+    """A hub that does not answer, or a part that is not there, is not a checkpoint without scales."""
+    config = asked()
+    config.model_config.model = "organisation/model"
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
+    assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
+    config.model_config.model = str(tmp_path)
+    weight_map = {"layers.0.attn.k_scale": "not-there.safetensors"}
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: {"weight_map": weight_map})
+    assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
+
+
+def test_what_flashinfer_works_in_survives_sleep(monkeypatch):
+    """vLLM zeroes what is neither a weight nor a buffer."""
+    config = verify(asked())
+    flashinfer = SimpleNamespace(workspace=torch.zeros(4), counters=torch.zeros(2))
+    monkeypatch.setattr(attention, "check_machine", lambda: None)
+    monkeypatch.setattr(attention, "_provider", lambda tensor: "flashinfer")
+    monkeypatch.setattr(attention.flashinfer_sparse_mla, "prepare", lambda device: flashinfer)
+    layer = layer_of(config, 0, monkeypatch)
+    buffers = {id(buffer) for buffer in layer.buffers()}
+    assert {id(flashinfer.workspace), id(flashinfer.counters)} < buffers and not layer.state_dict()
+
+
 def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
     try:
         from vllm.models.deepseek_v4.nvidia import model, mtp

@@ -40,7 +40,10 @@ def init_layer(layer: torch.nn.Module) -> None:
     layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
     layer.kv_scale_value, layer.q_scale_value = kv, q
     if _provider(layer.kv_scale) == "flashinfer":
-        flashinfer_sparse_mla.prepare(layer.kv_scale.device)
+        flashinfer = flashinfer_sparse_mla.prepare(layer.kv_scale.device)
+        # Its kernels count on zeros; after sleep level 2 vLLM brings back buffers, and nothing else but weights.
+        layer.register_buffer("flashinfer_workspace", flashinfer.workspace, persistent=False)
+        layer.register_buffer("flashinfer_counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
@@ -256,7 +259,7 @@ def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
     nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
     window = SimpleNamespace(
         slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.block_size,
+        block_size=layer.swa_cache_layer.kv_cache.shape[1],  # more than its own where vLLM has one group of layers
         token_to_req_indices=ints(tokens),
         is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
         query_start_loc=ints(2),

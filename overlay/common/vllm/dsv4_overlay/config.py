@@ -139,7 +139,12 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             f"{_FULL_CACHE.name} serves 1 to {MAX_HEADS} attention heads a GPU, and this model has {heads}; "
             "raise --tensor-parallel-size."
         )
-    parallel = vllm_config.parallel_config
+    cache_config, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if cache_config.user_specified_block_size and cache_config.block_size != 256:
+        raise ValueError(
+            f"{_FULL_CACHE.name} needs blocks of 256 tokens, and --block-size is {cache_config.block_size}; "
+            "omit it."
+        )
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
@@ -197,7 +202,13 @@ def _served_capability() -> tuple[int, int]:
 
 def provenance() -> str:
     """One line that names what was applied to this vLLM, from the record that apply-patches.sh leaves."""
-    record = json.loads((Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json").read_text())
+    file = Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json"
+    if not file.is_file():
+        return (
+            "vllm-dsv4-overlay without its record and its native kernels, as in a wheel built from a patched "
+            "source tree; apply it to the installed wheel instead."
+        )
+    record = json.loads(file.read_text())
     return (
         f"vllm-dsv4-overlay {record['overlay_version']} (commit {record['overlay_commit'] or 'unknown'}) "
         f"applied to vLLM {record['release']}: {len(record['files'])} files; python -m {_SELF_TEST} checks it."

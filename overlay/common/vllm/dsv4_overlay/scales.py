@@ -117,21 +117,29 @@ def _from_file(path: str) -> Scales:
 
 @functools.cache
 def _from_checkpoint(model: str, revision: str | None, download_dir: str | None) -> Scales:
-    folder = Path(model)
-    shards = (get_hf_file_to_dict(_INDEX, model, revision) or {}).get("weight_map", {})
+    folder, source = Path(model), f"checkpoint {model}"
+    index = get_hf_file_to_dict(_INDEX, model, revision)
+    if index is None and not folder.is_dir():
+        raise ValueError(
+            f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; download it and serve its "
+            f"folder, or name a file of scales as {OPTION}."
+        )
+    shards = (index or {}).get("weight_map", {})
     if not shards and (single := folder / "model.safetensors").is_file():
         with safe_open(single, "pt") as file:
             shards = dict.fromkeys(file.keys(), single.name)
     shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
     if not shards:
         return Scales(f"none given; {COMMAND} measures them", {})
-    paths = {
-        shard: str(folder / shard) if folder.is_dir()
-        else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
-        for shard in set(shards.values())
-    }  # fmt: skip
-    source = f"checkpoint {model}"
-    return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
+    try:
+        paths = {
+            shard: str(folder / shard) if folder.is_dir()
+            else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
+            for shard in set(shards.values())
+        }  # fmt: skip
+        return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"Scales of {source} cannot be read ({error}).") from None
 
 
 def _read(source: str, paths: dict[str, str]) -> dict[str, float]:

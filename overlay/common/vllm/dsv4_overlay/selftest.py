@@ -104,7 +104,7 @@ def configured(cache_dtype: str, platform: object) -> str:
             hf_config=SimpleNamespace(num_hidden_layers=1),
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, user_specified_block_size=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         load_config=SimpleNamespace(download_dir=None),
         speculative_config=None,
