@@ -99,9 +99,20 @@ def __getattr__(name: str) -> Any:
     """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
     if name != "ForcedTokens":
         raise AttributeError(name)
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+    try:  # what vLLM 0.33.0 takes, unless told to use its old model runner
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+            raise ImportError
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+    except ImportError:
+        from vllm.v1.sample.logits_processor import AdapterLogitsProcessor as LogitsProcessor
 
-    class ForcedTokens(AdapterLogitsProcessor):
+    def force(forced: list[int], done: int, logits: Any) -> Any:
+        token = forced[min(max(done, 0), len(forced) - 1)]
+        logits.fill_(float("-inf"))
+        logits[token] = 0.0
+        return logits
+
+    class ForcedTokens(LogitsProcessor):
         """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
 
         def is_argmax_invariant(self) -> bool:
@@ -109,19 +120,27 @@ def __getattr__(name: str) -> Any:
 
         def new_req_logits_processor(self, params: Any) -> Any:
             forced = (params.extra_args or {}).get("forced")
-            if not forced:
-                return None
+            return (lambda output_ids, logits: force(forced, len(output_ids), logits)) if forced else None
 
-            def force(output_ids: list[int], logits: Any) -> Any:
-                token = forced[min(len(output_ids), len(forced) - 1)]
-                logits.fill_(float("-inf"))
-                logits[token] = 0.0
-                return logits
+    class ForcedTokensV2(LogitsProcessor):
+        """The same for model runner V2; a request keeps its slot, and rows come in any order."""
 
-            return force
+        def __init__(self, vllm_config: Any, req_states: Any) -> None:
+            self.prompt_lens, self.forced = req_states.prompt_len.np, {}
 
-    globals()["ForcedTokens"] = ForcedTokens
-    return ForcedTokens
+        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            self.forced[req_idx] = (sampling_params.extra_args or {}).get("forced")
+            return bool(self.forced[req_idx])
+
+        def apply(self, logits: Any, ctx: Any) -> Any:
+            for row, slot, position in zip(logits, ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()):  # noqa: B905
+                if self.forced.get(slot):
+                    force(self.forced[slot], position + 1 - int(self.prompt_lens[slot]), row)
+            return logits
+
+    found = ForcedTokens if LogitsProcessor.__name__ == "AdapterLogitsProcessor" else ForcedTokensV2
+    globals()["ForcedTokens"] = found
+    return found
 
 
 def positions(logprobs: Any) -> list[tuple[np.ndarray, np.ndarray]]:

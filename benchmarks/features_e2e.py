@@ -40,6 +40,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -731,11 +732,12 @@ def main(argv: list[str] | None = None) -> int:
     results = json.loads(args.out.read_text()) if args.out.exists() else {"steps": {}}
     steps = results["steps"].setdefault(args.backend, {})
     results |= {"machine": machine(), "not_run": NOT_RUN}
-    gpus = visible_gpus()
+    gpus, writing = visible_gpus(), threading.Lock()
 
     def finish(name: str, result: dict[str, Any]) -> None:
-        steps[name] = result
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        with writing:
+            steps[name] = result
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
 
     def run(name: str) -> None:
         mine = places.get()

@@ -50,3 +50,5 @@ FLASHINFER_RELEASES=$folder run 0.21.0 tests/glue tests/test_mini_checkpoint.py
 for release in 0.20.2 0.22.0; do
     run "$release" tests/glue/test_real_config.py
 done
+# There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
+FLASHINFER_RELEASES='' run 0.33.0 tests/glue tests/test_mini_checkpoint.py --ignore=tests/glue/test_nodes.py

@@ -1,6 +1,8 @@
 """The arithmetic that judges end-to-end runs; the runs themselves need a GPU."""
 
+import json
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +59,39 @@ def test_tokens_that_part_are_judged_by_the_margin_there():
     run = x.copy()
     run[4:] = np.roll(run[4:], 1, axis=1)  # another context: not compared
     found = features_e2e.difference([generated(first, x)], [generated(other, run)])
-    assert found["positions"] == 4 and found["kl_mean"] == pytest.approx(0, abs=1e-7)
+    assert found["decode"]["positions"] == 4 and found["decode"]["kl_mean"] == pytest.approx(0, abs=1e-7)
+    assert "prompt" not in found
     (parted,) = found["diverged"]
     assert (parted["prompt"], parted["at"]) == (0, 3)
     assert parted["margin"] == pytest.approx(x[3, first[3]] - x[3, other[3]], abs=1e-5)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
+    """The plain run first and once; each set of GPUs has its share of the steps at a time."""
+    (tmp_path / "model.safetensors.index.json").touch()
+    ran, together = [], threading.Barrier(3)
+
+    def run_step(args, name, gpus, reference):
+        ran.append((name, gpus))
+        if name != "reference":
+            together.wait(60)
+        return {"ok": passed or name != "pp2", "measured": {}, "seconds": 1, "failed": []}
+
+    monkeypatch.setattr(features_e2e, "run_step", run_step)
+    monkeypatch.setattr(features_e2e, "machine", dict)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--jobs", "3", "--steps"]
+    assert features_e2e.main([*options, "tp2,pp2,dp2_ep"]) == (0 if passed else 1)
+    assert ran[0] == ("reference", ["4"])
+    assert sorted(ran[1:]) == [("dp2_ep", ["4", "5"]), ("pp2", ["6", "7"]), ("tp2", ["4", "5"])]
+    (tmp_path / "out/bf16.reference.npz").touch()
+    assert features_e2e.main([*options, "mtp1,mtp2,prefix"]) == 0
+    assert sorted(ran[4:]) == [("mtp1", ["4"]), ("mtp2", ["5"]), ("prefix", ["6"])]
+    assert len(json.loads((tmp_path / "out.json").read_text())["steps"]["bf16"]) == 7
+    with pytest.raises(SystemExit, match="tp4 need 4 GPUs; 2 are visible"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        features_e2e.main([*options, "tp4"])
 
 
 def test_names_of_our_kernels():

@@ -21,7 +21,8 @@ import torch
 for name in ("_C", "_C_stable_libtorch", "_moe_C"):
     sys.modules[f"vllm.{name}"] = types.ModuleType(name)
 flash_attn = types.ModuleType("vllm_flash_attn")
-flash_attn.flash_attn_varlen_func = flash_attn.get_scheduler_metadata = None
+for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "compile_flash_attn_varlen_func_from_specs"):
+    setattr(flash_attn, name, None)
 sys.modules["vllm.vllm_flash_attn"] = flash_attn
 library = torch.library.Library("_C", "FRAGMENT")
 for name in ("supports_fp8", "supports_block_fp8", "supports_fp4"):
@@ -56,7 +57,37 @@ models._LazyRegisteredModel.inspect_model_cls = model_info
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups  # noqa: E402
+
+try:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # 0.33.0
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+
+class Projection(torch.nn.Module):
+    """In place of a linear layer or a norm, which need a distributed group and weights."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.weight = torch.empty(0)
+
+
+def whole_layers(config, attention, compressor):
+    """The attention layers of the model, and of its next-token layers, of the class that the model chooses."""
+    from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, flashmla, model
+
+    for module in (attention, compressor):
+        for name in ("MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear",
+                     "RMSNorm", "SparseAttnIndexer"):  # fmt: skip
+            setattr(module, name, Projection)
+    config.kernel_config.enable_jit_warmup = False  # needs CuTe DSL
+    compressor.current_platform.device_type = "cpu"
+    attention.get_tensor_model_parallel_world_size = lambda: 4
+    attention.build_deepseek_v4_rope = lambda *args, **kwargs: None
+    flashmla.compute_fp8_einsum_recipe = flashinfer_sparse.compute_fp8_einsum_recipe = lambda: (None, None)
+    layer = model._select_dsv4_attn_cls(config)
+    numbers = range(config.model_config.hf_config.num_hidden_layers)
+    return [layer(config, f"model.layers.{number}.attn") for number in numbers]
 
 
 def build_layers(config):
@@ -67,6 +98,8 @@ def build_layers(config):
         import vllm.model_executor.layers.deepseek_compressor as compressor
         import vllm.model_executor.layers.deepseek_v4_attention as attention
 
+    if hasattr(attention, "DeepseekV4Attention"):  # from 0.23.0 on
+        return whole_layers(config, attention, compressor)
     # Only there since the overlay; the pristine wrapper uses DeepseekV4SWACache.
     swa_cache_class = getattr(attention, "swa_cache_class", lambda cache: attention.DeepseekV4SWACache)
     cache = config.cache_config
@@ -90,6 +123,12 @@ def build_layers(config):
     return layers
 
 
+def store_of(layer):
+    """The module of what the layer's compressor writes rows with."""
+    store = layer.compressor._compress_norm_rope_store
+    return getattr(store, "func", store).__module__
+
+
 def describe_layers(config):
     with set_current_vllm_config(config):
         layers = build_layers(config)
@@ -97,24 +136,35 @@ def describe_layers(config):
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in context.items()}
     specs = {name: spec for name, spec in specs.items() if spec is not None}
     before = {name: repr(spec) for name, spec in specs.items()}
+    packed = hasattr(config.cache_config, "kv_cache_layout")  # 0.33.0
+    if packed:
+        config.cache_config.kv_cache_layout = "BLHNC"  # the first that DeepseekV4IndexerBackend has
     groups = get_kv_cache_groups(config, specs)
     plan = get_kv_cache_config_from_groups(config, groups, 8 << 30)
     shapes = {}
     for name, spec in specs.items():
-        shape = context[name].get_attn_backend().get_kv_cache_shape(
-            1, spec.storage_block_size, 1, spec.head_size, config.cache_config.cache_dtype
-        )
+        if packed:
+            shape = [1, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize]
+        else:
+            shape = context[name].get_attn_backend().get_kv_cache_shape(
+                1, spec.storage_block_size, 1, spec.head_size, config.cache_config.cache_dtype
+            )
         shapes[name] = [list(shape), str(spec.dtype)]
+    tensors = [vars(tensor) if packed else [tensor.size, tensor.shared_by] for tensor in plan.kv_cache_tensors]
     return {
         "backend": layers[0].get_attn_backend().__name__,
         "padded_heads": layers[0].padded_heads,
-        "kv_scales": [getattr(layer, "kv_scale_value", None) for layer in layers],
+        "kv_scales": [
+            getattr(layer, "kv_scale_value", None) or getattr(layer, "_flashinfer_fp8_bmm2_scale", None)
+            for layer in layers
+        ],
+        "compressors": sorted({store_of(layer) for layer in layers if getattr(layer, "compressor", None)}),
         "scale_buffers": sum("kv_scale" in dict(layer.named_buffers()) for layer in layers),
         "specs": before,
         "pages": {name: spec.page_size_bytes for name, spec in specs.items()},
         "shapes": shapes,
         "groups": [group.layer_names for group in groups],
-        "tensors": [[tensor.size, tensor.shared_by] for tensor in plan.kv_cache_tensors],
+        "tensors": tensors,
         "num_blocks": plan.num_blocks,
     }
 

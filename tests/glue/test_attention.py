@@ -4,18 +4,29 @@ Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of t
 """
 
 import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_config_contract import VLLMS_TOO
 from vllm.dsv4_overlay import adapter, attention, calibrate, selftest
 from vllm.forward_context import override_forward_context
-from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
-CompressorMetadata = importlib.import_module(adapter.COMPRESSOR).CompressorMetadata
-InnerLayer = importlib.import_module(adapter.ATTENTION).DeepseekV4MLAAttention
-Wrapper = importlib.import_module(adapter.ATTENTION).DeepseekV4MultiHeadLatentAttentionWrapper
+compressor = importlib.import_module(adapter.COMPRESSOR)
+layers = importlib.import_module(adapter.ATTENTION)
+if hasattr(layers, "DeepseekV4Attention"):  # from 0.23.0 on one class is the whole layer
+    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLAMetadata
+
+    CompressedMetadata = partial(DeepseekV4FlashMLAMetadata, topk_tokens=0)
+    Wrapper = adapter.DeepseekV4FullCacheAttention
+    attend = Wrapper.forward_mqa
+else:
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseMetadata as CompressedMetadata
+
+    Wrapper = layers.DeepseekV4MultiHeadLatentAttentionWrapper
+    attend = layers.DeepseekV4MLAAttention.forward
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, EPS, SCALE, KV_SCALE, Q_SCALE = 2, 1e-6, 512**-0.5, 0.0625, 0.125
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +150,7 @@ class Step:
         ratio, rows = self.ratio, 256 // self.ratio
         width, block = (1024, 4) if ratio == 4 else (512, 8)
         norm = (torch.rand(512, generator=self.gen) + 0.5) * self.kv_weight
-        states = [self.random(length, 2, width) for length in self.lengths]
+        states = self.states = [self.random(length, 2, width) for length in self.lengths]
         self.rows = [
             self.stored(selftest.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
             else torch.zeros(0, 512, dtype=torch.float64)
@@ -152,11 +163,12 @@ class Step:
             for position, state in enumerate(states[request]):
                 place = state_tables[request][position // block], position % block
                 state_cache[place] = state.flatten().to(DEVICE)
+        tokens = list(zip(self.owner, self.position, strict=True))
         row_slots = [
-            self.slot(tables, rows, r, p // ratio) if (p + 1) % ratio == 0 else -1
-            for r, p in zip(self.owner, self.position, strict=True)
+            self.slot(tables, rows, r, p // ratio) if (p + 1) % ratio == 0 else -1 for r, p in tokens
         ] + [-1] * self.padding
-        metadata = FlashMLASparseMetadata(
+        state_slots = [self.slot(state_tables, block, r, p) for r, p in tokens]
+        metadata = CompressedMetadata(
             num_reqs=len(self.requests),
             max_query_len=max(new for _, new in self.requests),
             max_seq_len=max(self.lengths),
@@ -169,9 +181,9 @@ class Step:
         )
         self.context.attn_metadata["layer"] = metadata
         self.layer.kv_cache = cache
-        self.context.attn_metadata["state"] = CompressorMetadata(
+        self.context.attn_metadata["state"] = compressor.CompressorMetadata(
             block_table=ints(state_tables),
-            slot_mapping=torch.tensor(slots, device=DEVICE),
+            slot_mapping=torch.tensor(state_slots + [-1] * self.padding, device=DEVICE),
             block_size=block,
             token_to_req_indices=ints(self.owner + stale),
         )
@@ -197,22 +209,41 @@ class Step:
         in_range = positions.clamp(max=len(cos_sin) - 1)
         q = self.q.clone().to(DEVICE)  # normed in place
         wrapper = SimpleNamespace(
+            **vars(self.layer),
             mla_attn=self.layer,
-            swa_cache_layer=self.layer.swa_cache_layer,
             rotary_emb=SimpleNamespace(cos_sin_cache=cos_sin),
             eps=EPS,
         )
         inserted = Wrapper._fused_qnorm_rope_kv_insert(wrapper, q, kv, in_range, self.context.attn_metadata)
         q = q if inserted is None else inserted  # 0.21.0: in place, or kept for the inner layer
         if self.ratio > 1:
-            metadata = self.context.attn_metadata
-            assert attention.compress(self.compressor, self.layer, positions, cos_sin, metadata)
+            self.compress(positions, wrapper.rotary_emb)
         out = torch.full_like(q, float("nan"), dtype=BF16)
         with override_forward_context(self.context):
             if amax is not None:
                 calibrate.observe(self.layer, q, amax)
-            InnerLayer.forward(self.layer, q, kv, positions, out)
+            attend(self.layer, q, kv, positions, out)
         return out.cpu()
+
+    def compress(self, positions, rotary_emb):
+        metadata = self.context.attn_metadata
+        if hasattr(layers, "DeepseekV4Attention"):  # through vLLM's, which also writes the states of this step
+            width = 1024 if self.ratio == 4 else 512
+            states = torch.full((len(positions), 2 * width), float("nan"))
+            for token, (request, position) in enumerate(zip(self.owner, self.position, strict=True)):
+                states[token] = self.states[request][position].flatten()
+            self.layer.compressor = self.compressor
+            vars(self.compressor).update(
+                coff=width // 512,
+                head_dim=512,
+                compress_ratio=self.ratio,
+                ape=torch.zeros(self.ratio, width, device=DEVICE),
+                _compress_norm_rope_store=partial(adapter._compress, self.layer),
+            )
+            with override_forward_context(self.context):
+                compressor.DeepseekCompressor.forward(self.compressor, states.to(DEVICE), positions, rotary_emb)
+        else:
+            assert attention.compress(self.compressor, self.layer, positions, rotary_emb.cos_sin_cache, metadata)
 
     def expected(self):
         out = []
@@ -260,6 +291,57 @@ def test_graph_padding_among_decodes(ratio):
 def test_pages_with_padding_between_them(ratio):
     """Pages may lie further apart than their rows need, as where caches of several kinds share a page size."""
     Step(ratio, BF16, ((150, 1), (253, 3)), alignment=64).check()
+
+
+class SharedBlocksStep(Step):
+    """With caches that vLLM itself allocates, in blocks that hold the pages of three layers."""
+
+    def pages(self, tokens, rows, width, dtype):
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+        from vllm.v1.kv_cache_interface import (
+            KVCacheGroupSpec,
+            KVCacheLayout,
+            MLAAttentionSpec,
+            UniformTypeKVCacheSpecs,
+            create_kv_cache_views,
+        )
+
+        cache, tables = super().pages(tokens, rows, width, dtype)
+        layout = KVCacheLayout.BLHNC
+        common = dict(block_size=tokens, num_kv_heads=1, alignment=512, tokens_per_state=tokens // rows)
+        spec = MLAAttentionSpec(head_size=width, dtype=dtype, **common)
+        odd = MLAAttentionSpec(head_size=132, dtype=torch.uint8, **common)
+        specs = {"before": odd, "this": spec, "after": spec}
+        cache_config = SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=len(cache),
+            prefix_cache_retention_interval=None,
+        )
+        attention_config = SimpleNamespace(hisparse_config=None)
+        config = SimpleNamespace(cache_config=cache_config, attention_config=attention_config)
+        group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs.from_specs(specs))
+        plan = get_kv_cache_config_from_groups(config, [group], 0)
+        place = plan.kv_cache_tensors[1]
+        assert place.layers == ["this", "after"]
+        raw = torch.full((place.size,), -1, dtype=torch.int8, device=DEVICE)  # NaN in every dtype
+        view = create_kv_cache_views(raw, spec, len(cache), layout, place)[0]
+        inside = torch.zeros_like(raw)
+        create_kv_cache_views(inside, spec, len(cache), layout, place)[0].view(torch.int8).fill_(1)
+        self.outside = [*getattr(self, "outside", []), (raw, inside == 0)]
+        return view.squeeze(1), tables  # as vLLM binds it
+
+
+@VLLMS_TOO
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_blocks_shared_with_other_layers(ratio, dtype):
+    """A block is larger than a page, by no whole number of BF16 rows; the other layers' pages stay as they are."""
+    step = SharedBlocksStep(ratio, dtype, MIXED)
+    cache = step.layer.swa_cache_layer.kv_cache
+    assert cache.dtype == dtype and cache.stride(0) > 64 * 512 and cache.storage_offset()
+    assert dtype == E4M3 or cache.stride(0) % 512
+    step.check()
+    assert all((raw[others] == -1).all() and others.any() for raw, others in step.outside)
 
 
 def test_memory_profiling_writes_zeros():

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,9 @@ BACKENDS = {
     "V4_FLASHMLA_SPARSE": FLASHMLA,
     "FLASH_ATTN": "FLASH_ATTN",
 }
+BACKENDS = {name: BACKENDS[name] for name in BACKENDS if not name or name in AttentionBackendEnum.__members__}
+OURS_ALONE = pytest.mark.skipif(not config.NAME_IS_OURS, reason="vLLM has this backend itself")
+VLLMS_TOO = pytest.mark.skipif(config.NAME_IS_OURS, reason="vLLM has no such backend")
 ACCEPTED = {"auto": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8_per_tensor", "fp8_e4m3": "fp8_per_tensor",
             "fp8_per_tensor": "fp8_per_tensor"}  # fmt: skip
 V4 = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
@@ -50,7 +54,7 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
             architecture=architecture, heads=heads, model=NO_SCALES, revision=None, hf_config=HF_CONFIG
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16, user_specified_block_size=False),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
@@ -108,7 +112,7 @@ def test_deepseek_v4(cache_dtype, backend, architecture):
 def test_other_models(cache_dtype, backend):
     before = make(cache_dtype, backend, "LlamaForCausalLM")
     asked = copy.deepcopy(before)
-    if BACKENDS[backend] in (FULL, FLASHMLA):
+    if BACKENDS[backend] == FULL or (BACKENDS[backend] == FLASHMLA and config.NAME_IS_OURS):
         assert f"--attention-backend {BACKENDS[backend]} serves DeepSeek V4 only" in refusal(asked)
     elif cache_dtype == "fp8_per_tensor":
         assert "--kv-cache-dtype fp8_per_tensor serves DeepSeek V4 only" in refusal(asked)
@@ -129,6 +133,8 @@ def test_resolving_twice_changes_nothing(cache_dtype):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 7), (11, 0), (12, 0), (12, 1)])
 def test_other_gpus_are_refused(monkeypatch, capability):
     on_gpu(monkeypatch, DeviceCapability(*capability))
+    if config.vllm_serves_itself():
+        pytest.skip("vLLM serves it itself")
     text = refusal(make())
     packed = ", where FlashInfer reads its packed 584-byte cache only" if capability[0] == 12 else ""
     assert f"compute capability {capability[0]}.{capability[1]}{packed};" in text and FLASHMLA in text
@@ -136,6 +142,7 @@ def test_other_gpus_are_refused(monkeypatch, capability):
     assert verify(copy.deepcopy(stock)) == stock
 
 
+@OURS_ALONE
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_blackwell_needs_flashinfer(monkeypatch, capability):
     from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla
@@ -153,6 +160,66 @@ def test_blackwell_needs_flashinfer(monkeypatch, capability):
     verify(make())
     monkeypatch.delenv("VLLM_DSV4_PROVIDER")
     verify(make())
+
+
+@VLLMS_TOO
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_blackwell_is_left_to_vllm(monkeypatch, capability):
+    """But for what it would take for another cache, its provider and its scales nothing changes."""
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", "reference")
+    on_gpu(monkeypatch, DeviceCapability(*capability))
+    packed = capability[0] == 12
+    accepted = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla") if packed else ACCEPTED
+    for cache_dtype, backend in itertools.product(get_args(CacheDType), BACKENDS):
+        before = make(cache_dtype, backend, heads=256)
+        asked = copy.deepcopy(before)
+        only_full = cache_dtype in ("bfloat16", "fp8_per_tensor")
+        full = BACKENDS[backend] == FULL or (backend is None and only_full)
+        if full and cache_dtype in accepted:
+            before.attention_config.backend = AttentionBackendEnum[FULL]
+            assert verify(asked) == before
+            asked.additional_config = {"dsv4_scales": "missing"}
+            fp8 = not packed and "fp8" in cache_dtype
+            assert ("missing, which dsv4_scales" if fp8 else "only; omit it") in refusal(asked)
+        elif full:
+            text = refusal(asked)
+            assert ", ".join(accepted) in text and cache_dtype in text
+            assert ("on this GPU" if packed else FLASHMLA) in text
+        elif only_full:
+            assert FULL in refusal(asked)
+        else:
+            assert verify(asked) == before
+
+
+@VLLMS_TOO
+@pytest.mark.parametrize(
+    "architecture", ["DeepseekV41ForCausalLM", "DeepseekV4ForConditionalGeneration", "DSparkDraftModel"]
+)
+def test_models_that_vllm_serves_by_the_same_name(monkeypatch, architecture):
+    """On Blackwell; on Hopper it would fail only after the weights were loaded."""
+    asked = make("fp8", FULL, architecture)
+    assert f"serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
+    on_gpu(monkeypatch, DeviceCapability(10, 0))
+    assert verify(copy.deepcopy(asked)) == asked
+
+
+def test_dspark_is_refused(monkeypatch):
+    asked = make("fp8")
+    asked.speculative_config = SimpleNamespace(method="dspark", draft_model_config=None)
+    assert "does not serve DSpark, whose drafts see more than a window;" in refusal(asked)
+    if not config.NAME_IS_OURS:
+        on_gpu(monkeypatch, DeviceCapability(10, 0))
+        assert verify(copy.deepcopy(asked)) == asked
+
+
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512])
+def test_block_sizes(block_size):
+    asked = make()
+    vars(asked.cache_config).update(block_size=block_size, user_specified_block_size=True)
+    if block_size == 256:
+        assert verify(asked).cache_config.cache_dtype == "bfloat16"
+    else:
+        assert f"needs blocks of 256 tokens, and --block-size is {block_size};" in refusal(asked)
 
 
 def test_no_gpu_is_refused(monkeypatch):
@@ -210,10 +277,13 @@ def test_storage_dtypes():
 
 def test_class_choice(monkeypatch):
     attention = importlib.import_module(adapter.ATTENTION)
-    chosen = {}
+    chosen, ours = {}, {"bfloat16", "fp8_per_tensor"}
     for name in get_args(CacheDType):
-        current = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=name))
-        if hasattr(attention, "_select_v4_sparse_impl"):
+        current = make(name, None)
+        if hasattr(attention, "DeepseekV4Attention"):  # from 0.23.0 on
+            model = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+            backend = model._select_dsv4_attn_cls(current).backend_cls
+        elif hasattr(attention, "_select_v4_sparse_impl"):
             monkeypatch.setattr(attention, "get_current_vllm_config", lambda current=current: current)
             backend = attention._select_v4_sparse_impl().backend_cls
         else:  # 0.21.0: the layer itself is the implementation
@@ -221,9 +291,20 @@ def test_class_choice(monkeypatch):
             backend = attention.DeepseekV4MLAAttention.get_attn_backend(layer)
         chosen.setdefault(backend.__name__, set()).add(name)
     assert chosen == {
-        "DeepseekV4FullCacheBackend": {"bfloat16", "fp8_per_tensor"},
-        "DeepseekV4FlashMLASparseBackend": set(get_args(CacheDType)) - {"bfloat16", "fp8_per_tensor"},
+        "DeepseekV4FullCacheBackend": ours,
+        AttentionBackendEnum[FLASHMLA].get_class().__name__: set(get_args(CacheDType)) - ours,
     }
+
+
+@VLLMS_TOO
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "fp8_per_tensor", "fp8"])
+def test_vllms_own_class_on_blackwell(monkeypatch, cache_dtype):
+    model = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+    for capability, name in (((10, 0), "DeepseekV4FlashInferMLAAttention"),
+                             ((12, 0), "DeepseekV4FlashInferSM120Attention")):  # fmt: skip
+        on_gpu(monkeypatch, DeviceCapability(*capability))
+        monkeypatch.setattr(model, "current_platform", config.current_platform)
+        assert model._select_dsv4_attn_cls(make(cache_dtype, FULL)).__name__ == name
 
 
 def test_provenance_is_logged_once_a_model_is_ours(applied, monkeypatch):
@@ -238,3 +319,10 @@ def test_provenance_is_logged_once_a_model_is_ours(applied, monkeypatch):
     for part in (record["overlay_version"], record["overlay_commit"] or "unknown", f"vLLM {record['release']}"):
         assert part in line
     assert f"{len(record['files'])} files" in line and "python -m vllm.dsv4_overlay.selftest" in line
+
+
+def test_a_vllm_without_the_record_still_starts(tmp_path, monkeypatch):
+    """vLLM's own build packs no record: whoever asks for FlashMLA must not notice."""
+    monkeypatch.setattr(config, "vllm", SimpleNamespace(__file__=str(tmp_path / "__init__.py")))
+    assert "without its record" in config.provenance()
+    assert verify(make("fp8", None)) == make("fp8", None)

@@ -10,17 +10,23 @@ import pytest
 import torch
 from test_attention import BF16, DEVICE, EPS, HEADS, Step
 from test_base_operators import as_rows, packed_pages, quantized, unpacked, write_row
+from test_config_contract import make
 from vllm.dsv4_overlay import selftest
 from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_swa
-from vllm.v1.attention.backends.mla.flashmla_sparse import build_c128a_topk_metadata
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 pytest.importorskip("vllm.models.deepseek_v4", reason="written for the layer and the implementation class of 0.22")
 from vllm.models.deepseek_v4 import attention  # noqa: E402
 from vllm.models.deepseek_v4.common import ops  # noqa: E402
-from vllm.models.deepseek_v4.nvidia import flashmla  # noqa: E402
+from vllm.models.deepseek_v4.nvidia import flashmla, model  # noqa: E402
+
+WHOLE_LAYER = hasattr(attention, "DeepseekV4Attention")  # from 0.23.0 on
+if WHOLE_LAYER:
+    from vllm.models.deepseek_v4.sparse_mla import build_c128a_topk_metadata
+else:
+    from vllm.v1.attention.backends.mla.flashmla_sparse import build_c128a_topk_metadata
 
 # (tokens before this step, tokens of it): two decodes, then more prefill chunks than FlashMLA's way takes at once.
 MIXED = ((150, 1), (255, 1), (129, 3), (0, 5), (62, 2), (2, 2), (3, 2))
@@ -55,10 +61,12 @@ class PackedStep(Step):
             slot_mapping=window.slot_mapping,
             positions=torch.tensor(self.position, device=DEVICE),
         )
+        common.seq_lens_cpu_upper_bound = window.seq_lens.cpu()  # read from 0.23.0 on
+        hf_config = SimpleNamespace(sliding_window=128, compress_ratios=[ratio])
         config = SimpleNamespace(
             speculative_config=None,
-            model_config=SimpleNamespace(hf_config=SimpleNamespace(sliding_window=128, compress_ratios=[ratio])),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            model_config=SimpleNamespace(hf_config=hf_config, max_model_len=512),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=16),
         )
         spec = SlidingWindowMLASpec(
             block_size=64, num_kv_heads=1, head_size=512, dtype=torch.uint8, sliding_window=128
@@ -103,20 +111,29 @@ class PackedStep(Step):
     def run(self):
         positions = torch.tensor(self.position, device=DEVICE)
         kv = torch.stack([self.kv[r][p] for r, p in zip(self.owner, self.position, strict=True)]).to(DEVICE)
-        self.layer.impl_cls = attention._select_v4_sparse_impl()
-        assert self.layer.impl_cls is flashmla.DeepseekV4FlashMLASparseImpl
-        wrapper = SimpleNamespace(
-            mla_attn=self.layer,
-            swa_cache_layer=self.layer.swa_cache_layer,
+        layer = self.layer
+        if WHOLE_LAYER:
+            chosen = model._select_dsv4_attn_cls(make("fp8_ds_mla", None))
+            assert chosen is flashmla.DeepseekV4FlashMLAAttention
+            wrapper = layer = torch.nn.Module.__new__(chosen)
+            torch.nn.Module.__init__(layer)
+            vars(layer).update(vars(self.layer), n_local_heads=HEADS, max_image_tokens=0)
+            insert, attend = chosen._fused_qnorm_rope_kv_insert, chosen.forward_mqa
+        else:
+            chosen = layer.impl_cls = attention._select_v4_sparse_impl()
+            assert chosen is flashmla.DeepseekV4FlashMLASparseImpl
+            wrapper = SimpleNamespace(mla_attn=layer, swa_cache_layer=layer.swa_cache_layer)
+            insert = attention.DeepseekV4MultiHeadLatentAttentionWrapper._fused_qnorm_rope_kv_insert
+            attend = attention.DeepseekV4MLAAttention.forward
+        vars(wrapper).update(
             rotary_emb=SimpleNamespace(cos_sin_cache=self.cos_sin.to(DEVICE)),
-            padded_heads=self.layer.impl_cls.get_padded_num_q_heads(HEADS),
+            padded_heads=chosen.get_padded_num_q_heads(HEADS),
             eps=EPS,
         )
-        insert = attention.DeepseekV4MultiHeadLatentAttentionWrapper._fused_qnorm_rope_kv_insert
         q = insert(wrapper, self.q.to(DEVICE), kv, positions, self.context.attn_metadata)
         out = torch.full_like(q, float("nan"))
         with override_forward_context(self.context):
-            attention.DeepseekV4MLAAttention.forward(self.layer, q, kv, positions, out)
+            attend(layer, q, kv, positions, out)
         return out[:, :HEADS].cpu()
 
 
@@ -153,7 +170,9 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, attn_sink, topk_length, out):
 
 
 def poisoned(*shapes):
-    return [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for shape, dtype in shapes]
+    """NaN, or a row that there is not."""
+    poison = lambda dtype: float("nan") if dtype.is_floating_point else 10**9  # noqa: E731
+    return [torch.full(shape, poison(dtype), dtype=dtype, device=DEVICE) for shape, dtype in shapes]
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from test_real_config import HERE, models, on_hopper, reverted  # noqa: F401 (fixtures)
+from test_config_contract import OURS_ALONE
+from test_real_config import HERE, OTHER_GPUS, models, on_hopper, reverted  # noqa: F401 (fixtures)
 
 NEW = "FLASHINFER_MLA_SPARSE_DSV4"
 PLAIN = {"skip_tokenizer_init": True, "block_size": 256, "max_model_len": 4096, "tensor_parallel_size": 2}
@@ -83,7 +84,7 @@ def test_executors_are_those_that_were_asked_for(made):
         assert ("node_rank=1" in answer["config"]) == (executor == "node 1")
 
 
-@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+@pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_another_gpu_on_the_other_host_is_refused(worker, applied, capability):
     """When layers are made: before weights are loaded."""
     for (_, cache), answer in worker(applied, CASES, capability).items():
@@ -110,6 +111,7 @@ def test_scales_that_the_other_host_lacks_are_refused(worker, applied, models): 
     assert found.startswith(f"{file}, which dsv4_scales names, cannot be read")
 
 
+@OURS_ALONE
 def test_a_host_without_the_overlay_is_refused(worker, reverted):  # noqa: F811
     """Else a worker of stock vLLM would keep its part of the cache in FlashMLA's format."""
     for (_, cache), answer in worker(reverted, CASES).items():

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_config_contract import VLLMS_TOO
+from vllm.dsv4_overlay.config import NAME_IS_OURS
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -57,6 +60,14 @@ MODELS = {
     "llama": LLAMA,
 }
 NEW = "--attention-backend=FLASHINFER_MLA_SPARSE_DSV4"
+FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4.get_class().__name__
+
+
+def alias(name):
+    """The option, with vLLM's own name where that is the only one."""
+    return f"--attention-backend={name}" if name.upper() in AttentionBackendEnum.__members__ else NEW.lower()
+
+
 # What both trees understand.
 STOCK = [("llama",), ("llama", "--kv-cache-dtype=fp8"), ("llama", "--kv-cache-dtype=bfloat16"),
          ("mini", "--kv-cache-dtype=fp8"), ("flash", "--kv-cache-dtype=fp8_ds_mla"),
@@ -66,8 +77,8 @@ OVERLAY = [
     ("flash", "--kv-cache-dtype=bfloat16"),
     ("flash", "--kv-cache-dtype=fp8_per_tensor"),
     ("mini", NEW, "--kv-cache-dtype=bfloat16"),
-    ("mini", "--attention-backend=v4_flashinfer_mla_sparse", "--kv-cache-dtype=fp8"),
-    ("mini", "--attention-backend=FLASHINFER_MLA_SPARSE_V4", "--kv-cache-dtype=fp8_e4m3"),
+    ("mini", alias("v4_flashinfer_mla_sparse"), "--kv-cache-dtype=fp8"),
+    ("mini", alias("FLASHINFER_MLA_SPARSE_V4"), "--kv-cache-dtype=fp8_e4m3"),
     ("mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"),
     ("mini", NEW, "--kv-cache-dtype=fp8_ds_mla"),
     ("wide", NEW),
@@ -152,7 +163,7 @@ def test_who_uses_neither_sees_no_change(answers, stock_answers, case):
 
 def test_stock_dtype_is_still_flashmla(answers):
     layers = answers["flash", "--kv-cache-dtype=fp8_ds_mla"]["layers"]
-    assert layers["backend"] == "DeepseekV4FlashMLASparseBackend"
+    assert layers["backend"] == FLASHMLA
     assert layers["padded_heads"] == 64 and layers["scale_buffers"] == 0
     assert "page_size_padded=37440" in layers["specs"]["model.layers.2.attn"]
 
@@ -169,6 +180,7 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     assert layers["backend"] == "DeepseekV4FullCacheBackend"
     assert layers["padded_heads"] == 16
     assert layers["scale_buffers"] == MODELS[case[0]]["num_hidden_layers"]
+    assert layers["compressors"] == ([] if NAME_IS_OURS else ["vllm.dsv4_overlay.adapter"])
     assert not answer["cuda_initialized"]
 
 
@@ -182,13 +194,13 @@ def test_scales_reach_the_layers_or_are_refused_early(answers):
 def test_flashmla_by_name(answers, stock_answers):
     """The layers, their caches and allocations are those of a stock vLLM that was asked for no backend."""
     answer = answers["mini", "--attention-backend=FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype=fp8"]
-    assert answer["layers"]["backend"] == "DeepseekV4FlashMLASparseBackend"
+    assert answer["layers"]["backend"] == FLASHMLA
     assert answer["layers"] == stock_answers["mini", "--kv-cache-dtype=fp8"]["layers"]
 
 
 def test_flashmla_is_not_touched(applied):
     """Neither its implementation, its metadata and its kernels, nor the operators that it stands on."""
-    loading = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp")}
+    loading = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp", "flashinfer_sparse")}
     record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
     changed = [file["path"] for file in record["files"]]
     parts = ["v1/attention/backends/mla", "v1/attention/ops", "third_party/flashmla"]
@@ -207,20 +219,24 @@ def test_pages(answers, case):
     layers = answers[case]["layers"]
     ratios = MODELS[case[0]]["compress_ratios"]
     element = 2 if answers[case]["cache_dtype"] == "bfloat16" else 1
-    dtype = "torch.bfloat16" if element == 2 else "torch.uint8"
+    dtype = "torch.bfloat16" if element == 2 else "torch.uint8" if NAME_IS_OURS else "torch.float8_e4m3fn"
     for name, page in layers["pages"].items():
         ratio = ratios[int(re.search(r"\d+", name)[0])]
         if ".indexer." in name:
-            assert page == 8640
+            # 64 x 132 bytes of rows or 4 x 512 float32, aligned; padded to each other up to 0.22.1.
+            assert page == (8640 if NAME_IS_OURS else 8192 if name.endswith("state_cache") else 8704)
         elif name.endswith("state_cache"):
-            # 4 x 2048 or 8 x 1024 float32 are 32768 bytes; padded where BF16 pages are larger.
-            assert page == 32768 * element
-            assert "alignment=None" in layers["specs"][name]
+            # 4 x 2048 or 8 x 1024 float32 are 32768 bytes; padded up to 0.22.1, where BF16 pages are larger.
+            assert page == 32768 * (element if NAME_IS_OURS else 1)
+            assert ("alignment=None" if NAME_IS_OURS else "page_size_padded=None") in layers["specs"][name]
         else:
             rows = 256 // ratio if name.endswith(".attn") else 64
             assert page == rows * 512 * element
             assert layers["shapes"][name] == [[1, rows, 512], dtype]
     assert sorted(sum(layers["groups"], [])) == sorted(layers["pages"])
+    if not NAME_IS_OURS:
+        check_packing(layers, 512 * element)
+        return
     assert {name for _, names in layers["tensors"] for name in names} == layers["pages"].keys()
     for size, names in layers["tensors"]:
         assert all(layers["pages"][name] * layers["num_blocks"] == size for name in names)
@@ -228,6 +244,36 @@ def test_pages(answers, case):
     for group in layers["groups"]:
         for _, names in layers["tensors"]:
             assert len(set(names) & set(group)) <= 1
+
+
+def check_packing(layers, row):
+    """Each group has its pages side by side in the same blocks, which lie a whole number of rows apart."""
+    places = {}
+    for tensor in layers["tensors"]:
+        stride = tensor["block_stride"]
+        assert tensor["size"] == stride * layers["num_blocks"] and stride % row == 0
+        for number, name in enumerate(tensor["layers"]):
+            places[name] = tensor["offset"] + number * tensor["layer_stride"]
+    assert places.keys() == layers["pages"].keys()
+    assert len({tensor["block_stride"] for tensor in layers["tensors"]}) == 1
+    for group in layers["groups"]:
+        end = 0
+        for start, name in sorted((places[name], name) for name in group):
+            assert start >= end and start % 16 == 0  # what the native kernels need of a row
+            end = start + layers["pages"][name]
+        assert end <= stride
+
+
+@VLLMS_TOO
+def test_vllms_own_layer_on_blackwell(applied, models):
+    """Stock but for real scales, and for blocks that hold a whole number of BF16 rows."""
+    cases = [("flash", NEW), ("flash", "--kv-cache-dtype=fp8_per_tensor"), SCALES[0]]
+    bf16, fp8, scaled = ask(applied, models, cases, "10.0").values()
+    for answer, row in ((bf16, 1024), (fp8, 512)):
+        assert answer["layers"]["backend"] == "DeepseekV4FlashInferMLASparseBackend"
+        check_packing(answer["layers"], row)
+    assert fp8["backend"] == "FLASHINFER_MLA_SPARSE_DSV4" and fp8["layers"]["kv_scales"] == [1] * 43
+    assert scaled["layers"]["kv_scales"] == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +288,10 @@ def test_refused_when_the_configuration_is_made(answers, case, words):
     assert words in answers[case]["error"]
 
 
-@pytest.mark.parametrize("capability", ["8.0", "12.0"])
+OTHER_GPUS = ["8.0", "12.0"] if NAME_IS_OURS else ["8.0"]
+
+
+@pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_other_gpus_are_refused(applied, models, capability):
     stock = ("mini", "--kv-cache-dtype=fp8")
     found = ask(applied, models, [("mini", NEW), stock], capability)
@@ -290,7 +339,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     answers = on_hopper(applied, models, requests, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     assert [answer.get("error") for answer in answers] == [None] * len(answers)
     assert [answer["graphs"] for answer in answers] == graphs
-    ours, stock = "DeepseekV4FullCacheBackend", "DeepseekV4FlashMLASparseBackend"
+    ours, stock = "DeepseekV4FullCacheBackend", FLASHMLA
     expected = [ours] * (len(features_e2e.STEP) + len(others)) + [stock, ours, ours]
     assert [answer["layers"]["backend"] for answer in answers] == expected
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_config_contract import make, on_gpu, refusal, verify
+from test_config_contract import VLLMS_TOO, make, on_gpu, refusal, verify
 from vllm.dsv4_overlay import attention, calibrate, scales
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -38,7 +38,7 @@ def asked(path=None, cache_dtype="fp8", backend="FLASHINFER_MLA_SPARSE_DSV4", mt
         config.additional_config = {"dsv4_scales": str(path)}
     if mtp:
         draft = SimpleNamespace(architecture="DeepSeekV4MTPModel", hf_config=config.model_config.hf_config)
-        config.speculative_config = SimpleNamespace(draft_model_config=draft)
+        config.speculative_config = SimpleNamespace(draft_model_config=draft, method="mtp")
     return config
 
 
@@ -111,6 +111,30 @@ def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
     assert f"layers.1.attn.k_scale in checkpoint {folder} must be finite and positive" in refusal(config)
 
 
+def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
+    """A hub that does not answer, or a part that is not there, is not a checkpoint without scales."""
+    config = asked()
+    config.model_config.model = "organisation/model"
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
+    assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
+    config.model_config.model = str(tmp_path)
+    weight_map = {"layers.0.attn.k_scale": "not-there.safetensors"}
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: {"weight_map": weight_map})
+    assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
+
+
+def test_what_flashinfer_works_in_survives_sleep(monkeypatch):
+    """vLLM zeroes what is neither a weight nor a buffer."""
+    config = verify(asked())
+    flashinfer = SimpleNamespace(workspace=torch.zeros(4), counters=torch.zeros(2))
+    monkeypatch.setattr(attention, "check_machine", lambda: None)
+    monkeypatch.setattr(attention, "_provider", lambda tensor: "flashinfer")
+    monkeypatch.setattr(attention.flashinfer_sparse_mla, "prepare", lambda device: flashinfer)
+    layer = layer_of(config, 0, monkeypatch)
+    buffers = {id(buffer) for buffer in layer.buffers()}
+    assert {id(flashinfer.workspace), id(flashinfer.counters)} < buffers and not layer.state_dict()
+
+
 def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
     try:
         from vllm.models.deepseek_v4.nvidia import model, mtp
@@ -121,9 +145,10 @@ def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
     names = [f"layers.0.attn.{name}" for name in ("k_scale", "q_scale", "attn_sink")]
     assert model._make_deepseek_v4_weights_mapper("fp4").apply_list(names) == ["model.layers.0.attn.attn_sink"]
 
-    monkeypatch.setattr(mtp, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(mtp, "get_tensor_model_parallel_rank", lambda: 0)
-    block = SimpleNamespace(mtp_block=SimpleNamespace(ffn=SimpleNamespace(use_mega_moe=True)))
+    for name, value in (("world_size", 1), ("rank", 0)):  # not asked for from 0.23.0 on
+        monkeypatch.setattr(mtp, f"get_tensor_model_parallel_{name}", lambda value=value: value, raising=False)
+    ffn = SimpleNamespace(use_mega_moe=True, use_native_mega_moe=True)
+    block = SimpleNamespace(mtp_block=SimpleNamespace(ffn=ffn))
     draft = SimpleNamespace(
         named_parameters=dict,
         config=SimpleNamespace(
@@ -171,6 +196,15 @@ def test_a_layer_without_a_scale_is_refused(file, layer):
         verify(config)
 
 
+@VLLMS_TOO
+def test_dspark_takes_no_scales(file, monkeypatch):
+    """On Blackwell, where vLLM serves it; the draft's layers would fail, after the model was loaded."""
+    on_gpu(monkeypatch, DeviceCapability(10, 0))
+    config = asked(file)
+    config.speculative_config.method = "dspark"
+    assert "is not for DSpark, whose layers have no scales;" in refusal(config)
+
+
 def test_scales_of_a_larger_model_are_refused(file):
     more = {f"layers.{MAIN}.attn.{kind}_scale": torch.ones(1) for kind in "kq"}
     assert "has scales of more layers than this model;" in refusal(asked(respell(file, more)))
@@ -212,22 +246,18 @@ def test_ranks_are_merged():
 
 def test_observer_in_a_worker(monkeypatch):
     """Every layer of ours is watched by its number, and each keeps its own maximum."""
-    class Layer(torch.nn.Module):
-        def forward(self, q, kv, positions, output):
-            pass
-
-    layers = {f"model.layers.{number}.attn": Layer() for number in (0, 5)}
-    for prefix, layer in layers.items():
-        layer.prefix, layer.kv_scale, layer.kv_scale_value = prefix, torch.ones(1), 1.0
-    seen = []
+    prefixes = {number: f"model.layers.{number}.attn" for number in (0, 5)}
+    layers = {p: SimpleNamespace(prefix=p, kv_scale=torch.ones(1), kv_scale_value=1.0) for p in prefixes.values()}
+    seen, attended = [], []
     monkeypatch.setattr(calibrate, "observe", lambda layer, q, amax: seen.append((layer, amax.copy_(q))))
+    monkeypatch.setattr(attention, "forward", lambda *arguments: attended.append(arguments))
     worker = calibrate.AmaxObserver()
     context = layers | {"model.layers.0.attn.swa_cache": torch.nn.Module()}
     worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     worker.dsv4_observe()
     for number, layer in enumerate(layers.values()):
-        layer(torch.tensor([1.0 + number, 2.0]), None, None, output=None)
-    assert [layer for layer, _ in seen] == list(layers.values())
+        attention.forward(layer, torch.tensor([1.0 + number, 2.0]), "output")
+    assert [layer for layer, _ in seen] == list(layers.values()) == [layer for layer, _, _ in attended]
     assert worker.dsv4_observed() == {"0": [1.0, 2.0], "5": [2.0, 2.0]}
 
 

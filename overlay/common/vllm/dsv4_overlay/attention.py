@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
-from vllm.dsv4_overlay.scales import load_scales
+from vllm.dsv4_overlay.scales import layer_scales
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
     build_sparse_index_table,
@@ -36,13 +35,15 @@ def init_layer(layer: torch.nn.Module) -> None:
     vllm_config = get_current_vllm_config()
     kv, q = 1.0, 1.0
     if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:
-        main_layers = vllm_config.model_config.hf_config.num_hidden_layers
-        kv, q = load_scales(vllm_config).of_layer(extract_layer_index(layer.prefix), main_layers)
+        kv, q = layer_scales(vllm_config, layer.prefix)
     layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
     layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
     layer.kv_scale_value, layer.q_scale_value = kv, q
     if _provider(layer.kv_scale) == "flashinfer":
-        flashinfer_sparse_mla.prepare(layer.kv_scale.device)
+        flashinfer = flashinfer_sparse_mla.prepare(layer.kv_scale.device)
+        # Its kernels count on zeros; after sleep level 2 vLLM brings back buffers, and nothing else but weights.
+        layer.register_buffer("flashinfer_workspace", flashinfer.workspace, persistent=False)
+        layer.register_buffer("flashinfer_counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
@@ -258,7 +259,7 @@ def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
     nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
     window = SimpleNamespace(
         slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.block_size,
+        block_size=layer.swa_cache_layer.kv_cache.shape[1],  # more than its own where vLLM has one group of layers
         token_to_req_indices=ints(tokens),
         is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
         query_start_loc=ints(2),

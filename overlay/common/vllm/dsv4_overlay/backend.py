@@ -1,12 +1,8 @@
 """The backend and its cache specs, as far as every release has them alike; `adapter` has the rest."""
 
-from typing import ClassVar
-
 import torch
 from vllm.config import CacheConfig, VllmConfig
-from vllm.config.cache import CacheDType
-from vllm.dsv4_overlay.config import is_full_cache, serves, storage_dtype
-from vllm.platforms.interface import DeviceCapability
+from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
@@ -14,15 +10,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 class FullCacheBackend:
     """Sparse MLA over 512-wide rows: what it has other than the V4 FlashMLA backend that it is mixed into."""
 
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["bfloat16", "fp8_per_tensor"]
-
     @staticmethod
     def get_name() -> str:
         return "FLASHINFER_MLA_SPARSE_DSV4"
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return serves(capability)
 
 
 class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):

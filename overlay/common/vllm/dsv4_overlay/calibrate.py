@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import vllm
 from safetensors.torch import save_file
+from vllm.dsv4_overlay import attention
 from vllm.dsv4_overlay.scales import layer_prefix
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
@@ -36,13 +37,18 @@ class AmaxObserver:
     """
 
     def dsv4_observe(self) -> None:
-        self.dsv4_amax = {}
-        for layer in self.vllm_config.compilation_config.static_forward_context.values():
-            if not hasattr(layer, "kv_scale_value"):
-                continue
-            amax = torch.zeros(2, device=layer.kv_scale.device)
-            self.dsv4_amax[extract_layer_index(layer.prefix)] = amax
-            layer.register_forward_pre_hook(lambda layer, args, amax=amax: observe(layer, args[0], amax))
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        layers = [layer for layer in layers if hasattr(layer, "kv_scale_value")]
+        self.dsv4_amax = {
+            extract_layer_index(layer.prefix): torch.zeros(2, device=layer.kv_scale.device) for layer in layers
+        }
+        forward = attention.forward
+
+        def observed(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
+            observe(layer, q, self.dsv4_amax[extract_layer_index(layer.prefix)])
+            forward(layer, q, output)
+
+        attention.forward = observed  # what the layers of every release call
 
     def dsv4_observed(self) -> dict[str, list[float]]:
         """[kv, q] by the layer's number, which is text so that vLLM can send it."""

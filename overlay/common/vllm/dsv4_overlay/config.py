@@ -14,12 +14,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.platforms.interface import DeviceCapability
 
 logger = init_logger(__name__)
 
 _ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
+# From 0.23.0 on the name is vLLM's own, for Blackwell and for more models; the overlay adds Hopper.
+NAME_IS_OURS = _FULL_CACHE.value.startswith("vllm.dsv4_overlay.")
 # What --kv-cache-dtype may say under the full-width backend, and the name it goes by from then on.
 _ACCEPTED_DTYPES = {
     "auto": "bfloat16",
@@ -29,6 +32,8 @@ _ACCEPTED_DTYPES = {
     "fp8_per_tensor": "fp8_per_tensor",
 }
 _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4m3fn}
+# What vLLM's own backend reads on compute capability 12.x: FlashMLA's rows by any of these names.
+_PACKED_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -49,6 +54,12 @@ def provider() -> str | None:
     return os.environ.get(_PROVIDER_VARIABLE) or None
 
 
+def vllm_serves_itself() -> bool:
+    """Whether on this GPU the full-width backend is vLLM's own, which is so on Blackwell from 0.23.0 on."""
+    capability = _capability()
+    return not NAME_IS_OURS and capability is not None and capability.major in (10, 12)
+
+
 def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     """Resolve the backend and the cache dtype of a DeepSeek V4 model in place; leave every other model alone.
 
@@ -57,28 +68,28 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     name does not reach draft models.
 
     Raises:
-        ValueError: the combination, the GPU, the head count, the kind of parallelism, the provider or the scales
-            cannot be served. One sentence.
+        ValueError: the combination, the GPU, the head count, the kind of parallelism or of speculation, the
+            provider or the scales cannot be served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
     cache_config = vllm_config.cache_config
     cache_dtype = cache_config.cache_dtype
     if architecture not in _ARCHITECTURES:
+        ours = (_FULL_CACHE, _FLASHMLA) if NAME_IS_OURS else (_FULL_CACHE,)
         for option, serves_only_v4 in (
-            (f"--attention-backend {backend and backend.name}", backend in (_FULL_CACHE, _FLASHMLA)),
+            (f"--attention-backend {backend and backend.name}", backend in ours and not vllm_serves_itself()),
             ("--kv-cache-dtype fp8_per_tensor", cache_dtype == "fp8_per_tensor"),
         ):
             if serves_only_v4:
                 raise ValueError(f"{option} serves DeepSeek V4 only, and this model is {architecture}; omit it.")
         return
 
-    # Not at the top: this module is imported for every model, also where there is no Triton.
-    from vllm.third_party.dsv4_kernels import MAX_HEADS
-
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
-    if scales_file(vllm_config) and not (full_cache and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"):
+    packed = vllm_serves_itself() and _capability().major == 12
+    fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+    if scales_file(vllm_config) and not fp8:
         raise ValueError(
             f"{OPTION} in --additional-config is for the full-width FP8 cache only; omit it, or use "
             f"--attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
@@ -90,37 +101,60 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
             f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
         )
-    if cache_dtype not in _ACCEPTED_DTYPES:
+    accepted = _PACKED_DTYPES if packed else tuple(_ACCEPTED_DTYPES)
+    if cache_dtype not in accepted:
         raise ValueError(
-            f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}, which "
-            f"accepts {', '.join(_ACCEPTED_DTYPES)}; fp8_ds_mla belongs to {_FLASHMLA.name}."
+            f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}"
+            f"{' on this GPU' * packed}, which accepts {', '.join(accepted)}"
+            + ("." if packed else f"; fp8_ds_mla belongs to {_FLASHMLA.name}.")
         )
-    check_machine()
+    if not vllm_serves_itself():
+        check_machine()
+        _check_layers(vllm_config)
+    if fp8:
+        check_scales(vllm_config)
+        if path := scales_file(vllm_config):  # a Ray worker is in another folder
+            vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}
+    # A Ray worker whose vLLM lacks the overlay fails at this name; it would take fp8_per_tensor for FlashMLA's.
+    vllm_config.attention_config.backend = _FULL_CACHE
+    if vllm_serves_itself():
+        return
+    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
+    logger.info_once(
+        "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
+        _FULL_CACHE.name,
+        cache_config.cache_dtype,
+        vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+    )
+
+
+def _check_layers(vllm_config: "VllmConfig") -> None:
+    """Refuse what the overlay's own layers do not serve."""
+    # Not at the top: this module is imported for every model, also where there is no Triton.
+    from vllm.third_party.dsv4_kernels import MAX_HEADS
+
     heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(
             f"{_FULL_CACHE.name} serves 1 to {MAX_HEADS} attention heads a GPU, and this model has {heads}; "
             "raise --tensor-parallel-size."
         )
-    parallel = vllm_config.parallel_config
+    cache_config, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if cache_config.user_specified_block_size and cache_config.block_size != 256:
+        raise ValueError(
+            f"{_FULL_CACHE.name} needs blocks of 256 tokens, and --block-size is {cache_config.block_size}; "
+            "omit it."
+        )
     if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
-    if _ACCEPTED_DTYPES[cache_dtype] == "fp8_per_tensor":
-        check_scales(vllm_config)
-        if path := scales_file(vllm_config):  # a Ray worker is in another folder
-            vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}
-    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
-    # A Ray worker whose vLLM lacks the overlay fails at this name; it would take fp8_per_tensor for FlashMLA's.
-    vllm_config.attention_config.backend = _FULL_CACHE
-    logger.info_once(
-        "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
-        _FULL_CACHE.name,
-        cache_config.cache_dtype,
-        heads,
-    )
+    if (speculative := vllm_config.speculative_config) and speculative.method == "dspark":
+        raise ValueError(
+            f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see more than a window; use MTP, "
+            f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
+        )
 
 
 def check_machine() -> None:
@@ -149,8 +183,12 @@ def serves(capability: tuple[int, int] | None) -> bool:
     return capability in (_HOPPER, *_BLACKWELL)
 
 
+def _capability() -> "DeviceCapability | None":
+    return current_platform.get_device_capability() if current_platform.is_cuda() else None
+
+
 def _served_capability() -> tuple[int, int]:
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    capability = _capability()
     if serves(capability):
         return tuple(capability)
     found = f"compute capability {capability.as_version_str()}" if capability else "no CUDA GPU"
@@ -164,7 +202,13 @@ def _served_capability() -> tuple[int, int]:
 
 def provenance() -> str:
     """One line that names what was applied to this vLLM, from the record that apply-patches.sh leaves."""
-    record = json.loads((Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json").read_text())
+    file = Path(vllm.__file__).parent / "_dsv4_overlay" / "record.json"
+    if not file.is_file():
+        return (
+            "vllm-dsv4-overlay without its record and its native kernels, as in a wheel built from a patched "
+            "source tree; apply it to the installed wheel instead."
+        )
+    record = json.loads(file.read_text())
     return (
         f"vllm-dsv4-overlay {record['overlay_version']} (commit {record['overlay_commit'] or 'unknown'}) "
         f"applied to vLLM {record['release']}: {len(record['files'])} files; python -m {_SELF_TEST} checks it."

@@ -69,6 +69,8 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     scales = load_scales(vllm_config)
     config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
     layers = config.num_hidden_layers
+    if scales.values and speculative and speculative.method == "dspark":
+        raise ValueError(f"{scales.source} is not for DSpark, whose layers have no scales; omit one of the two.")
     draft = speculative and speculative.draft_model_config
     if draft and draft.architecture == "DeepSeekV4MTPModel":  # not so with n-grams, whose draft is the model
         layers += draft.hf_config.num_nextn_predict_layers
@@ -79,6 +81,15 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     logger.info_once(
         "FP8 scales (%s): kv %.3g to %.3g, q %.3g to %.3g.", scales.source, min(kv), max(kv), min(q), max(q)
     )
+
+
+def layer_scales(vllm_config: "VllmConfig", prefix: str) -> tuple[float, float]:
+    """(kv, q) of the layer that vLLM calls `prefix`."""
+    # Not at the top: config.py imports this module, and is itself imported for every model.
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    main_layers = vllm_config.model_config.hf_config.num_hidden_layers
+    return load_scales(vllm_config).of_layer(extract_layer_index(prefix), main_layers)
 
 
 def load_scales(vllm_config: "VllmConfig") -> Scales:
@@ -106,21 +117,29 @@ def _from_file(path: str) -> Scales:
 
 @functools.cache
 def _from_checkpoint(model: str, revision: str | None, download_dir: str | None) -> Scales:
-    folder = Path(model)
-    shards = (get_hf_file_to_dict(_INDEX, model, revision) or {}).get("weight_map", {})
+    folder, source = Path(model), f"checkpoint {model}"
+    index = get_hf_file_to_dict(_INDEX, model, revision)
+    if index is None and not folder.is_dir():
+        raise ValueError(
+            f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; download it and serve its "
+            f"folder, or name a file of scales as {OPTION}."
+        )
+    shards = (index or {}).get("weight_map", {})
     if not shards and (single := folder / "model.safetensors").is_file():
         with safe_open(single, "pt") as file:
             shards = dict.fromkeys(file.keys(), single.name)
     shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
     if not shards:
         return Scales(f"none given; {COMMAND} measures them", {})
-    paths = {
-        shard: str(folder / shard) if folder.is_dir()
-        else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
-        for shard in set(shards.values())
-    }  # fmt: skip
-    source = f"checkpoint {model}"
-    return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
+    try:
+        paths = {
+            shard: str(folder / shard) if folder.is_dir()
+            else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
+            for shard in set(shards.values())
+        }  # fmt: skip
+        return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"Scales of {source} cannot be read ({error}).") from None
 
 
 def _read(source: str, paths: dict[str, str]) -> dict[str, float]:

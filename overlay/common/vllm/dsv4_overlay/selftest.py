@@ -25,7 +25,10 @@ GPU = torch.cuda.is_available()
 if not GPU:
     # Before Triton is imported. vLLM keeps Triton without a GPU only if none is meant to be visible.
     # The glue would pick the reference, which is not what has to be tested.
+    late = os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_DSV4_PROVIDER": "triton"}
+    if late and __name__ == "__main__":  # vLLM 0.33.0 imports it first
+        os.execv(sys.executable, [sys.executable, "-m", "vllm.dsv4_overlay.selftest"])
 logging.disable(logging.WARNING)
 
 import vllm  # noqa: E402
@@ -71,15 +74,16 @@ def check_files() -> str:
 
 
 def check_names() -> str:
+    from vllm.dsv4_overlay.config import NAME_IS_OURS
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    names = {
-        "FLASHINFER_MLA_SPARSE_DSV4": "DeepseekV4FullCacheBackend",
-        "V4_FLASHINFER_MLA_SPARSE": "DeepseekV4FullCacheBackend",
-        "FLASHINFER_MLA_SPARSE_V4": "DeepseekV4FullCacheBackend",
-        "FLASHMLA_SPARSE_DSV4": "DeepseekV4FlashMLASparseBackend",
-        "V4_FLASHMLA_SPARSE": "DeepseekV4FlashMLASparseBackend",
-    }
+    full, flashmla = "DeepseekV4FullCacheBackend", "DeepseekV4FlashMLASparseBackend"
+    if not NAME_IS_OURS:
+        full, flashmla = "DeepseekV4FlashInferMLASparseBackend", "DeepseekV4FlashMLABackend"
+    names = {"FLASHINFER_MLA_SPARSE_DSV4": full, "FLASHMLA_SPARSE_DSV4": flashmla}
+    if NAME_IS_OURS:
+        names |= {"V4_FLASHINFER_MLA_SPARSE": full, "FLASHINFER_MLA_SPARSE_V4": full}
+        names |= {"V4_FLASHMLA_SPARSE": flashmla}
     for name, expected in names.items():
         found = AttentionBackendEnum[name].get_class().__name__
         expect(found == expected, f"{name} is {found}, not {expected}")
@@ -100,7 +104,7 @@ def configured(cache_dtype: str, platform: object) -> str:
             hf_config=SimpleNamespace(num_hidden_layers=1),
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, user_specified_block_size=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         load_config=SimpleNamespace(download_dir=None),
         speculative_config=None,
@@ -139,7 +143,7 @@ def check_cache_dtypes() -> str:
 
 
 def check_gpu() -> str:
-    from vllm.dsv4_overlay.config import serves
+    from vllm.dsv4_overlay.config import serves, vllm_serves_itself
     from vllm.platforms import current_platform
 
     if not GPU:
@@ -147,6 +151,8 @@ def check_gpu() -> str:
     else:
         major, minor = torch.cuda.get_device_capability()
         found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+        if vllm_serves_itself():
+            return f"{found}; vLLM's own backend serves here"
         if serves((major, minor)):
             expect(configured("auto", current_platform) == "bfloat16", "the backend refuses this GPU")
             return found
@@ -445,6 +451,7 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
 
 
 def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:
+    from vllm.dsv4_overlay.config import NAME_IS_OURS
     from vllm.third_party.dsv4_kernels import pick_provider
 
     checks: list[tuple[str, Callable[..., str], tuple]] = [
@@ -452,7 +459,8 @@ def all_checks() -> list[tuple[str, Callable[..., str], tuple]]:
         ("backend names", check_names, ()),
         ("cache dtypes", check_cache_dtypes, ()),
     ]
-    checks += [(f"cache pages, {name}", check_pages, (name,)) for name, _ in FORMATS]
+    if NAME_IS_OURS:  # else the caches are vLLM's own
+        checks += [(f"cache pages, {name}", check_pages, (name,)) for name, _ in FORMATS]
     for op in ("full_cache_bf16_insert", "full_cache_fp8_insert_bf16_q", "full_cache_fp8_insert"):
         checks.append((op, check_insert, (op, BF16 if "bf16_insert" in op else E4M3)))
     for name, dtype in FORMATS:

@@ -1,0 +1,72 @@
+"""What differs in vLLM 0.33.0: a layer is one class, from which a backend derives its own."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.dsv4_overlay import attention
+from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
+
+ATTENTION = "vllm.models.deepseek_v4.attention"
+COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+
+
+class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLABackend):
+    """Metadata, block sizes and graph support are those of the V4 FlashMLA backend."""
+
+
+class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
+    """vLLM's layer for Hopper on vLLM's full-width caches, with the overlay's insert, compressor and attention.
+
+    A block holds rows of several layers, so the blocks of one cache lie further apart than its own rows need.
+    Every kernel takes that stride from the tensor, and refuses one that it cannot address.
+    """
+
+    backend_cls = DeepseekV4FullCacheBackend
+    use_fp8_ds_mla_layout = False
+    full_cache = True
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        return num_heads
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_heads = self.n_local_heads
+        attention.init_layer(self)
+        if self.compressor is not None:
+            # vLLM has a class to choose for the indexer's compressor only.
+            self.compressor._compress_norm_rope_store = partial(_compress, self)
+
+    @property
+    def mla_attn(self) -> "DeepseekV4FullCacheAttention":
+        """The inner layer of other releases."""
+        return self
+
+    def _fused_qnorm_rope_kv_insert(
+        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
+    ) -> torch.Tensor:
+        if not isinstance(attn_metadata, dict):  # memory profiling
+            return q
+        swa_metadata = attn_metadata[self.swa_cache_layer.prefix]
+        return attention.insert(self, q, kv, swa_metadata, positions, self.rotary_emb.cos_sin_cache, self.eps)
+
+    def forward_mqa(
+        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        attention.forward(self, q, output)
+
+
+def _compress(
+    layer: DeepseekV4FullCacheAttention,
+    state_metadata: Any,
+    state_cache: torch.Tensor,
+    state_width: int,
+    positions: torch.Tensor,
+    rotary_emb: torch.nn.Module,
+    attn_metadata: dict[str, Any],
+    pdl_kwargs: dict[str, Any],
+) -> None:
+    attention.compress(layer.compressor, layer, positions, rotary_emb.cos_sin_cache, attn_metadata)
