@@ -13,8 +13,8 @@ VLLM = """#!{python}
 import os, sys
 sys.path[:0] = [{source!r}, {here!r}]
 if sys.argv[1] == "serve":
-    import test_serve_benchmark
-    test_serve_benchmark.serve(sys.argv[2:])
+    import test_bench_serve
+    test_bench_serve.serve(sys.argv[2:])
 else:
     from vllm.benchmarks.serve import add_cli_args, main
     from vllm.utils.argparse_utils import FlexibleArgumentParser
