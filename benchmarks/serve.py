@@ -224,12 +224,12 @@ def attention_share(folder: Path) -> dict[str, Any]:
         events = json.load(file)["traceEvents"]
     # vLLM marks each step with what is in it.
     steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
-    if not steps:
-        stop(f"{traces[-1]} has no step of vLLM.")
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    if not steps or not kernels:
+        stop(f"{traces[-1]} has {len(steps)} steps of vLLM with {len(kernels)} kernels; remove it to profile again.")
     times: dict[str, float] = {}
-    for event in events:
-        if event.get("cat") == "kernel":
-            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
+    for event in kernels:
+        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
     total = sum(times.values())
     attention = sum(time for name, time in times.items() if ATTENTION.search(name))
     longest = sorted(times, key=lambda name: -times[name])[:12]
