@@ -226,7 +226,7 @@ def attention_share(folder: Path) -> dict[str, Any]:
     steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if not steps or not kernels:
-        stop(f"{traces[-1]} has {len(steps)} steps of vLLM with {len(kernels)} kernels; remove it to profile again.")
+        stop(f"{traces[-1]} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again.")
     times: dict[str, float] = {}
     for event in kernels:
         times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)

@@ -206,6 +206,11 @@ def test_share_of_attention(tmp_path):
     found = serve.attention_share(tmp_path)
     assert (found["kernels_us"], found["attention_us"], found["share"]) == (10.0, 3.0, 0.3)
     assert found["steps"] == {step: 8}
+
+    with gzip.open(tmp_path / "dp0_pp0_tp0_dcp0_ep0_rank0.2.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events[-9:]}, file)
+    with pytest.raises(SystemExit, match="json.gz has 8 steps and 0 kernels; remove it to profile again."):
+        serve.attention_share(tmp_path)
     assert next(iter(found["longest_us"])) == "nvjet_gemm"
 
 
