@@ -39,7 +39,6 @@ def child_environment(**changes: str) -> dict[str, str]:
     env = dict(os.environ)
     env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
     env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # NVLink multicast: not there on every virtual machine
-    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the V2 runner takes no custom logits processors
     env.pop("VLLM_DSV4_PROVIDER", None)
     here = str(Path(__file__).resolve().parent)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)
@@ -99,12 +98,6 @@ def __getattr__(name: str) -> Any:
     """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
     if name != "ForcedTokens":
         raise AttributeError(name)
-    try:  # what vLLM 0.33.0 takes, unless told to use its old model runner
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-            raise ImportError
-        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
-    except ImportError:
-        from vllm.v1.sample.logits_processor import AdapterLogitsProcessor as LogitsProcessor
 
     def force(forced: list[int], done: int, logits: Any) -> Any:
         token = forced[min(max(done, 0), len(forced) - 1)]
@@ -112,35 +105,45 @@ def __getattr__(name: str) -> Any:
         logits[token] = 0.0
         return logits
 
-    class ForcedTokens(LogitsProcessor):
-        """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
+    try:  # for model runner V2, the default in 0.33.0
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+            raise ImportError
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-        def is_argmax_invariant(self) -> bool:
-            return False
+        class ForcedTokens(LogitsProcessor):
+            """Leaves only the next token of `SamplingParams.extra_args["forced"]`.
 
-        def new_req_logits_processor(self, params: Any) -> Any:
-            forced = (params.extra_args or {}).get("forced")
-            return (lambda output_ids, logits: force(forced, len(output_ids), logits)) if forced else None
+            A request keeps its slot, and rows come in any order.
+            """
 
-    class ForcedTokensV2(LogitsProcessor):
-        """The same for model runner V2; a request keeps its slot, and rows come in any order."""
+            def __init__(self, vllm_config: Any, req_states: Any) -> None:
+                self.prompt_lens, self.forced = req_states.prompt_len.np, {}
 
-        def __init__(self, vllm_config: Any, req_states: Any) -> None:
-            self.prompt_lens, self.forced = req_states.prompt_len.np, {}
+            def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+                self.forced[req_idx] = (sampling_params.extra_args or {}).get("forced")
+                return bool(self.forced[req_idx])
 
-        def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            self.forced[req_idx] = (sampling_params.extra_args or {}).get("forced")
-            return bool(self.forced[req_idx])
+            def apply(self, logits: Any, ctx: Any) -> Any:
+                for row, slot, position in zip(logits, ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()):  # noqa: B905
+                    if self.forced.get(slot):
+                        force(self.forced[slot], position + 1 - int(self.prompt_lens[slot]), row)
+                return logits
 
-        def apply(self, logits: Any, ctx: Any) -> Any:
-            for row, slot, position in zip(logits, ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()):  # noqa: B905
-                if self.forced.get(slot):
-                    force(self.forced[slot], position + 1 - int(self.prompt_lens[slot]), row)
-            return logits
+    except ImportError:
+        from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-    found = ForcedTokens if LogitsProcessor.__name__ == "AdapterLogitsProcessor" else ForcedTokensV2
-    globals()["ForcedTokens"] = found
-    return found
+        class ForcedTokens(AdapterLogitsProcessor):
+            """Leaves only the next token of `SamplingParams.extra_args["forced"]`."""
+
+            def is_argmax_invariant(self) -> bool:
+                return False
+
+            def new_req_logits_processor(self, params: Any) -> Any:
+                forced = (params.extra_args or {}).get("forced")
+                return (lambda output_ids, logits: force(forced, len(output_ids), logits)) if forced else None
+
+    globals()["ForcedTokens"] = ForcedTokens
+    return ForcedTokens
 
 
 def positions(logprobs: Any) -> list[tuple[np.ndarray, np.ndarray]]:

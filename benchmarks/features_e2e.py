@@ -152,13 +152,15 @@ class Run:
         """Check `run` against `reference`; the noise allowed is the docstring's."""
         found, noise = difference(reference, run), self.job["noise"] or {}
         self.save(**{name: found})
-        margin = max([0.2] + [2 * n["logprob_diff_max"] for k, n in noise.items() if k != "diverged"])
-        for part in ("decode", "prompt"):
-            if part in found:
-                kl = max(1e-3, 4 * noise.get(part, {}).get("kl_mean", 0.0))
-                kl, measured = OTHER_KL if other_arithmetic else kl, found[part]["kl_mean"]
-                self.check(f"{name}, {part}: mean KL <= {kl:.2g}", measured <= kl, measured)
-        margin = OTHER_MARGIN if other_arithmetic else margin
+        kl, margin = {"decode": 1e-3, "prompt": 1e-3}, 0.2
+        for part in kl.keys() & noise.keys():
+            kl[part] = max(kl[part], 4 * noise[part]["kl_mean"])
+            margin = max(margin, 2 * noise[part]["logprob_diff_max"])
+        if other_arithmetic:
+            kl, margin = dict.fromkeys(kl, OTHER_KL), OTHER_MARGIN
+        for part in (part for part in kl if part in found):
+            measured = found[part]["kl_mean"]
+            self.check(f"{name}, {part}: mean KL <= {kl[part]:.2g}", measured <= kl[part], measured)
         worst = max((d["margin"] for d in found["diverged"]), default=0.0)
         self.check(f"{name}: margin where tokens part <= {margin:.2g}", worst <= margin, worst)
         return found
@@ -547,8 +549,8 @@ run_headless(argparse.Namespace(api_server_count=0, **json.loads(sys.argv[1])))
 def nodes2(run: Run) -> None:
     """Tensor parallel 2 over two nodes, of one host: vLLM's multiprocessing executor, NCCL over TCP."""
     nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port(), "tensor_parallel_size": 2}
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     # NCCL takes processes of one host for those of two.
+    gpus = visible_gpus()
     here, there = ({"CUDA_VISIBLE_DEVICES": gpu, "NCCL_HOSTID": f"node of GPU {gpu}"} for gpu in gpus[:2])
     arguments = json.dumps(engine_arguments(run.job, **GRAPHS, **nodes, node_rank=1))
     other = subprocess.Popen([sys.executable, "-c", HEADLESS, arguments], env=os.environ | there)

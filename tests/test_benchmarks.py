@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import features_e2e  # noqa: E402
-from e2e import compare_full, compare_top  # noqa: E402
+from e2e import child_environment, compare_full, compare_top  # noqa: E402
 
 
 def log_softmax(x):
@@ -92,6 +92,11 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
     with pytest.raises(SystemExit, match="tp4 need 4 GPUs; 2 are visible"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         features_e2e.main([*options, "tp4"])
+
+
+def test_runs_have_the_model_runner_that_vllm_chooses(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in child_environment()
 
 
 def test_names_of_our_kernels():

@@ -51,6 +51,8 @@ class Step:
     `kv_weight` multiplies the channels of kv, in the window and compressed.
     """
 
+    window_rows = 64  # in a block
+
     def __init__(
         self, ratio, dtype, requests, padding=0, padding_is_decode=False, alignment=0, kv_scale=KV_SCALE,
         kv_weight=1.0, scale=SCALE,
@@ -72,12 +74,13 @@ class Step:
         self.owner = [r for r, (_, new) in enumerate(requests) for _ in range(new)]
         self.position = [old + i for old, new in requests for i in range(new)]
 
-        window, window_tables = self.pages(64, 64, 512, dtype)
+        window, window_tables = self.pages(self.window_rows, self.window_rows, 512, dtype)
         # Rows of earlier steps are in the cache.
         self.windows = [self.stored(selftest.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
         for request, (old, _) in enumerate(requests):
-            self.fill(window, window_tables[request], 64, self.windows[request][:old])
-        slots = [self.slot(window_tables, 64, r, p) for r, p in zip(self.owner, self.position, strict=True)]
+            self.fill(window, window_tables[request], self.window_rows, self.windows[request][:old])
+        tokens_at = zip(self.owner, self.position, strict=True)
+        slots = [self.slot(window_tables, self.window_rows, r, p) for r, p in tokens_at]
         # Padding has no slot; what else it has is left over from other steps.
         slots += [-1] * padding
         stale = [10**6] * padding
@@ -88,7 +91,7 @@ class Step:
         self.metadata = DeepseekSparseSWAMetadata(
             block_table=ints(window_tables),
             slot_mapping=torch.tensor(slots, device=DEVICE),
-            block_size=64,
+            block_size=self.window_rows,
             seq_lens=ints(self.lengths),
             query_start_loc=ints(starts),
             query_start_loc_cpu=torch.tensor(starts),
@@ -293,6 +296,18 @@ def test_pages_with_padding_between_them(ratio):
     Step(ratio, BF16, ((150, 1), (253, 3)), alignment=64).check()
 
 
+class OneGroupStep(Step):
+    """As without vLLM's hybrid cache manager: blocks of the window have the rows of a scheduler's block."""
+
+    window_rows = 256
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("ratio", [1, 128])
+def test_one_group_of_layers(ratio, dtype):
+    OneGroupStep(ratio, dtype, MIXED, padding=2).check()
+
+
 class SharedBlocksStep(Step):
     """With caches that vLLM itself allocates, in blocks that hold the pages of three layers."""
 
@@ -377,7 +392,7 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
 def test_warm_up_stores_nothing(ratio):
     step = Step(ratio, BF16, ((130, 1),))
     layer, compressor = step.layer, getattr(step, "compressor", None)
-    layer.num_heads, layer.head_dim, layer.swa_cache_layer.block_size = HEADS, 512, 64
+    layer.num_heads, layer.head_dim = HEADS, 512
     if ratio == 4:
         layer.topk_indices_buffer = torch.full((1024, 32), -1, dtype=torch.int32, device=DEVICE)
     caches = [layer.swa_cache_layer.kv_cache, layer.kv_cache]

@@ -118,6 +118,10 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
     config.model_config.model = str(tmp_path)
+    broken = tmp_path / "model.safetensors"
+    broken.write_bytes(b"not safetensors")
+    assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
+    broken.unlink()
     weight_map = {"layers.0.attn.k_scale": "not-there.safetensors"}
     monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: {"weight_map": weight_map})
     assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)

@@ -75,10 +75,11 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     backend = vllm_config.attention_config.backend
     cache_config = vllm_config.cache_config
     cache_dtype = cache_config.cache_dtype
+    itself = vllm_serves_itself()
     if architecture not in _ARCHITECTURES:
         ours = (_FULL_CACHE, _FLASHMLA) if NAME_IS_OURS else (_FULL_CACHE,)
         for option, serves_only_v4 in (
-            (f"--attention-backend {backend and backend.name}", backend in ours and not vllm_serves_itself()),
+            (f"--attention-backend {backend and backend.name}", backend in ours and not itself),
             ("--kv-cache-dtype fp8_per_tensor", cache_dtype == "fp8_per_tensor"),
         ):
             if serves_only_v4:
@@ -87,7 +88,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
 
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
-    packed = vllm_serves_itself() and _capability().major == 12
+    packed = itself and _capability().major == 12
     fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
     if scales_file(vllm_config) and not fp8:
         raise ValueError(
@@ -108,7 +109,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"{' on this GPU' * packed}, which accepts {', '.join(accepted)}"
             + ("." if packed else f"; fp8_ds_mla belongs to {_FLASHMLA.name}.")
         )
-    if not vllm_serves_itself():
+    if not itself:
         check_machine()
         _check_layers(vllm_config)
     if fp8:
@@ -117,7 +118,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}
     # A Ray worker whose vLLM lacks the overlay fails at this name; it would take fp8_per_tensor for FlashMLA's.
     vllm_config.attention_config.backend = _FULL_CACHE
-    if vllm_serves_itself():
+    if itself:
         return
     cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
     logger.info_once(

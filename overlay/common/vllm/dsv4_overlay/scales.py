@@ -125,13 +125,13 @@ def _from_checkpoint(model: str, revision: str | None, download_dir: str | None)
             f"folder, or name a file of scales as {OPTION}."
         )
     shards = (index or {}).get("weight_map", {})
-    if not shards and (single := folder / "model.safetensors").is_file():
-        with safe_open(single, "pt") as file:
-            shards = dict.fromkeys(file.keys(), single.name)
-    shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
-    if not shards:
-        return Scales(f"none given; {COMMAND} measures them", {})
     try:
+        if not shards and (single := folder / "model.safetensors").is_file():
+            with safe_open(single, "pt") as file:
+                shards = dict.fromkeys(file.keys(), single.name)
+        shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
+        if not shards:
+            return Scales(f"none given; {COMMAND} measures them", {})
         paths = {
             shard: str(folder / shard) if folder.is_dir()
             else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
