@@ -244,16 +244,22 @@ def difference(reference: list[dict], run: list[dict]) -> dict[str, Any]:
 def count_graphs() -> collections.Counter:
     """How often each kind of CUDA graph is chosen from now on, in this process."""
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager  # model runner V2's
 
     counter: collections.Counter = collections.Counter()
-    stock = CudagraphDispatcher.dispatch
 
-    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = stock(self, *args, **kwargs)
-        counter[chosen[0].name] += 1
-        return chosen
+    def watch(owner: Any) -> None:
+        stock = owner.dispatch
 
-    CudagraphDispatcher.dispatch = dispatch
+        def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = stock(self, *args, **kwargs)
+            counter[(chosen[0] if owner is CudagraphDispatcher else chosen.cg_mode).name] += 1
+            return chosen
+
+        owner.dispatch = dispatch
+
+    watch(CudagraphDispatcher)
+    watch(CudaGraphManager)
     return counter
 
 
