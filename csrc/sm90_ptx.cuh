@@ -13,6 +13,9 @@ namespace dsv4 {
 constexpr int kDim = 512;
 constexpr int kWindow = 128;
 constexpr float kLog2e = 1.4426950408889634f;
+// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as
+// well as the weight itself, so that outputs are hardly ever rescaled.
+constexpr float kSlack = 15.f;
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -78,6 +81,13 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
   }
 }
 
+// Launched while the kernel before may still run: reads nothing of memory before wait_for_previous(), and lets the next
+// one begin in its turn.
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
 cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream) {
@@ -89,11 +99,13 @@ cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_b
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 

@@ -7,9 +7,6 @@ namespace dsv4 {
 
 constexpr int kTile = 64;  // keys
 
-// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as
-// well as the weight itself, so that outputs are hardly ever rescaled.
-inline constexpr float kSlack = 15.f;
 inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
 
 // A call in items: so many heads of a token and, if blocks share its keys, a share of them.
@@ -63,6 +60,12 @@ __device__ __forceinline__ void stmatrix_transposed(uint32_t to, uint32_t a, uin
 __device__ __forceinline__ void stmatrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d) : "memory");
+}
+// 8 x 8 values of 16 bits, rows and columns exchanged.
+__device__ __forceinline__ uint32_t transposed8(uint32_t x) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -42,15 +42,15 @@ __device__ __forceinline__ void score_product(float (&s)[32], uint64_t q, uint64
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DSV4_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
                  : DSV4_F32(s, 0) : "l"(q), "l"(k));
 }
-// o (64 heads x 128 dimensions) += p (64 x 16 keys) times v (16 keys x 128).
-template <bool HALF>
-__device__ __forceinline__ void output_product(float (&o)[64], uint64_t p, uint64_t v) {
+// o (64 heads x 128 dimensions, from o[I]) += p (64 x 16 keys) times v (16 keys x 128).
+template <bool HALF, int I>
+__device__ __forceinline__ void output_product(float (&o)[128], uint64_t p, uint64_t v) {
   if constexpr (HALF)
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : DSV4_F32(o, 0), DSV4_F32(o, 32) : "l"(p), "l"(v));
+                 : DSV4_F32(o, I), DSV4_F32(o, I + 32) : "l"(p), "l"(v));
   else
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : DSV4_F32(o, 0), DSV4_F32(o, 32) : "l"(p), "l"(v));
+                 : DSV4_F32(o, I), DSV4_F32(o, I + 32) : "l"(p), "l"(v));
 }
 
 // Operands are blocks of 64 rows by 64 dimensions (or keys), 8 KB: rows of 128 bytes, swizzled.
@@ -69,7 +69,7 @@ struct Layout {
   static constexpr int kKind = kFactor + 2 * kHeads * 4;              // [4 entries]
   static constexpr int kThere = kKind + 4 * 4;                        // [4 entries]: a bit for every row
   static constexpr int kBarriers = kThere + 4 * 8;
-  static constexpr int kTotal = kBarriers + 12 * 8;
+  static constexpr int kTotal = kBarriers + 16 * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
 };
 
@@ -80,20 +80,25 @@ template <bool FP8>
 struct Block : Thread {
   using L = Layout<FP8>;
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
-  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }       // with a tile
-  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(2 + slot); }  // BF16
-  __device__ __forceinline__ uint32_t raw_full() const { return barrier(2); }              // E4M3
-  __device__ __forceinline__ uint32_t raw_empty() const { return barrier(3); }
-  __device__ __forceinline__ uint32_t q_full() const { return barrier(4); }
-  __device__ __forceinline__ uint32_t q_read() const { return barrier(5); }
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile
+  // Of a quarter of a slot (BF16) or of the rows on their way (E4M3), 16 keys each.
+  __device__ __forceinline__ uint32_t empty(int slot, int quarter) const { return barrier(2 + slot * 4 + quarter); }
+  __device__ __forceinline__ uint32_t raw_full(int quarter) const { return barrier(2 + quarter); }
+  __device__ __forceinline__ uint32_t raw_empty(int quarter) const { return barrier(6 + quarter); }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(10); }
+  __device__ __forceinline__ uint32_t q_read() const { return barrier(11); }
   // Of the weights of a tile: there, and used.
-  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(6 + buffer); }
-  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(8 + buffer); }
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(12 + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(14 + buffer); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kFetched = 128 + 4;
-    barrier_init(full(0), FP8 ? 256 : kFetched), barrier_init(full(1), FP8 ? 256 : kFetched);
-    barrier_init(barrier(2), FP8 ? kFetched : 256), barrier_init(barrier(3), 256);
+    for (int i = 0; i < 2; ++i) barrier_init(full(i), FP8 ? 256 : kFetched);
+    for (int i = 0; i < 4; ++i)
+      if (FP8)
+        barrier_init(raw_full(i), kFetched / 4), barrier_init(raw_empty(i), 256);
+      else
+        barrier_init(empty(0, i), 256), barrier_init(empty(1, i), 256);
     barrier_init(q_full(), kFetched), barrier_init(q_read(), 128);
     for (int i = 0; i < 2; ++i) barrier_init(ready(i), 128), barrier_init(used(i), 256);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -105,14 +110,14 @@ struct Block : Thread {
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
   // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
   __device__ __forceinline__ void fetch() const {
-    const int row0 = warp % 4 * 16;
+    const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
     // By lane 0 of a warp, with the copies of all lanes.
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
     const auto announce = [&](Kind kind, unsigned there) {
-      if (FP8) barrier_wait(raw_empty(), entry & 1 ^ 1);
+      if (FP8) barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
       if (lane == 0) {
         *reinterpret_cast<uint16_t*>(smem + L::kThere + entry % 4 * 8 + warp % 4 * 2) = static_cast<uint16_t>(there);
         if (warp % 4 == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
@@ -143,10 +148,10 @@ struct Block : Thread {
       if (starts) {
         announce(kQ, 0);
         if constexpr (FP8) {
-          barrier_arrive(raw_full()), arrive(raw_full());
-          barrier_wait(raw_empty(), entry & 1);
+          barrier_arrive(raw_full(quarter)), arrive(raw_full(quarter));
+          barrier_wait(raw_empty(quarter), entry & 1);
         } else {
-          barrier_wait(empty(entry & 1), entry / 2 & 1);
+          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         }
         fetch_q(item, entry & 1);
         arrive(q_full());
@@ -156,8 +161,8 @@ struct Block : Thread {
       for (int t = 0; t < 2; ++t, ++entry) {
         if (t == 1 && !two) break;
         announce(kKeys, there >> t * 16);
-        if (!FP8) barrier_wait(empty(entry & 1), entry / 2 & 1);
-        const uint32_t full_barrier = FP8 ? raw_full() : full(entry & 1);
+        if (!FP8) barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+        const uint32_t full_barrier = FP8 ? raw_full(quarter) : full(entry & 1);
         const uint32_t to = base + (FP8 ? L::kRaw + row0 * kDim + lane * 16
                                         : (entry & 1) * kTileBytes + lane / 8 * kBlockBytes + row0 * 128);
 #pragma unroll
@@ -178,7 +183,7 @@ struct Block : Thread {
         if (t == two) index = look_up();
       }
     }
-    if constexpr (FP8) announce(kEnd, 0), barrier_arrive(raw_full()), arrive(raw_full());
+    if constexpr (FP8) announce(kEnd, 0), barrier_arrive(raw_full(quarter)), arrive(raw_full(quarter));
   }
 
   // 64 heads of q as they are, BF16; E4M3 is widened.
@@ -351,44 +356,70 @@ struct Block : Thread {
   }
 
   // ---------------------------------------------------------------- outputs, 256 dimensions
-  // The slot of the last entry but one is free for entry `filled`. Returns the slot of the entry between them.
-  __device__ __forceinline__ int fill(uint32_t& filled) const {
-    const int slot = filled & 1;
-    if constexpr (!FP8) {
-      barrier_arrive(empty(slot));
-    } else {
-      barrier_wait(raw_full(), slot);
-      const int kind = reinterpret_cast<const int*>(smem + L::kKind)[filled % 4];
-      if (kind == kEnd) return slot ^ 1;  // that entry stays
-      if (kind == kKeys) {
-        const int row0 = warp % 4 * 16 + lane / 16, half = warp / 4;
-        const uint8_t* const from = smem + L::kRaw + row0 * kDim + half * (kDim / 2) + lane % 16 * 16;
-        uint8_t* const to = smem + slot * kTileBytes + half * (kTileBytes / 2) + lane % 16 / 4 * kBlockBytes;
+  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() gets a quarter of
+  // this warpgroup's dimensions into registers; put() stores it, widened, once that quarter of the slot is free.
+  struct Fill {
+    int swap;      // neighbours write to different banks
+    uint32_t to;   // in a quarter of a slot
+    uint32_t entry = 0;
+    int kind = kEnd;
+    uint4 rows[2];
+
+    __device__ __forceinline__ Fill(int warp, int lane) {
+      swap = lane >> 2 & 1;
+      to = warp / 4 * (kTileBytes / 2) + lane % 16 / 4 * kBlockBytes +
+           swizzled(warp % 4 * 4 + lane / 16, lane % 4 * 2 + swap);
+      asm volatile("" : "+r"(swap), "+r"(to));  // kept, since it takes long to find out again
+    }
+  };
+  __device__ __forceinline__ void take(Fill& fill, int quarter) const {
+    if constexpr (FP8) {
+      barrier_wait(raw_full(quarter), fill.entry & 1);
+      if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+      if (fill.kind != kKeys) return;
+      const uint8_t* const from = smem + L::kRaw + (warp % 4 * 4 + lane / 16) * kDim + warp / 4 * (kDim / 2) + lane % 16 * 16;
 #pragma unroll
-        for (int r = 0; r < 8; ++r) {
-          const uint4 x = *reinterpret_cast<const uint4*>(from + r * 2 * kDim);
-          const uint4 low = make_uint4(e4m3_low(x.x), e4m3_high(x.x), e4m3_low(x.y), e4m3_high(x.y));
-          const uint4 high = make_uint4(e4m3_low(x.z), e4m3_high(x.z), e4m3_low(x.w), e4m3_high(x.w));
+      for (int r = 0; r < 2; ++r)
+        fill.rows[r] = *reinterpret_cast<const uint4*>(from + (quarter * 16 + r * 2) * kDim);
+      barrier_arrive(raw_empty(quarter));
+    }
+  }
+  __device__ __forceinline__ void put(Fill& fill, int quarter) const {
+    const int slot = fill.entry & 1;
+    if constexpr (!FP8) {
+      barrier_arrive(empty(slot, quarter));
+      if (quarter == 3) ++fill.entry;
+    } else {
+      if (fill.kind == kKeys) {
+        uint8_t* const to = smem + slot * kTileBytes + quarter * 16 * 128;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint4 x = fill.rows[r];
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
-            *reinterpret_cast<uint4*>(to + swizzled(row0 + r * 2, lane % 4 * 2 + h)) = h ? high : low;
+            const uint32_t a = fill.swap == j ? x.x : x.z, b = fill.swap == j ? x.y : x.w;
+            *reinterpret_cast<uint4*>(to + (fill.to ^ j << 4 ^ r << 5) + r * 256) =
+                make_uint4(e4m3_low(a), e4m3_high(a), e4m3_low(b), e4m3_high(b));
           }
         }
-        fence_async();
-        barrier_arrive(full(slot));
+        if (quarter == 3) fence_async(), barrier_arrive(full(slot));
+      } else if (fill.kind == kQ) {
+        barrier_arrive(raw_empty(quarter));  // q may come
       }
-      barrier_arrive(raw_empty());
+      if (quarter == 3 && fill.kind != kEnd) ++fill.entry;
     }
-    ++filled;
-    return slot ^ 1;
+  }
+  __device__ __forceinline__ void take_and_put(Fill& fill) const {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
   }
 
   __device__ __forceinline__ void multiply() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
     const int lane_row = (lane >> 3 & 1) * 8 + (lane & 7);
-    uint32_t filled = 0, tile = 0, odd = 0;
-    fill(filled), fill(filled);
+    uint32_t tile = 0, odd = 0, entry = 0;
+    Fill fill(warp, lane);
+    take_and_put(fill), take_and_put(fill);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const int tiles = tiles_of(i);
       if (tiles == 0) {
@@ -398,41 +429,43 @@ struct Block : Thread {
             reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
         continue;
       }
-      float o[2][64] = {}, relative[2] = {kNoMaximum, kNoMaximum};  // outputs so far, and the maximum they are relative to
-      float factor[2];
+      float o[128] = {}, relative[2] = {kNoMaximum, kNoMaximum};  // outputs so far, and the maximum they are relative to
       barrier_wait(q_read(), odd);
-      int slot = fill(filled);
-      for (int left = tiles; left > 0; --left, ++tile) {
+      take_and_put(fill);
+      ++entry;
+      for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
         barrier_wait(ready(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
-        if (__any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
+        if (float factor[2]; __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) factor[h] = exp2_fast(relative[h] - now[h]), relative[h] = now[h];
 #pragma unroll
-          for (int j = 0; j < 128; ++j) o[j / 64][j % 64] *= factor[j / 2 % 2];
-        }
-        if (left == 1) {
-          const float* const factors = floats(L::kFactor) + odd * kHeads + row;
-          factor[0] = factors[0], factor[1] = factors[8];
+          for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
         const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
-        const uint64_t v = transposed(base + slot * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
-        products_begin();
+        const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
+        // Rows are widened while products of the next ones run.
 #pragma unroll
-        for (int term = 0; term < L::kTerms; ++term)
+        for (int step = 0; step < 4; ++step) {
+          products_begin();
 #pragma unroll
-          for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-              output_product<FP8>(o[n], weights + ((term * kBlockBytes + step * 32) >> 4),
-                                  v + ((n * 2 * kBlockBytes + step * 16 * 128) >> 4));
-        products_commit();
+          for (int term = 0; term < L::kTerms; ++term) {
+            const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
+            output_product<FP8, 0>(o, w, rows);
+            output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
+          }
+          products_commit();
+          if (step > 0) products_wait<1>(), put(fill, step - 1);
+          take(fill, step);
+        }
         products_wait<0>();
         barrier_arrive(used(buffer));
-        slot = fill(filled);
+        put(fill, 3);
       }
+      const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+      const float factor[2] = {factors[0], factors[8]};
       odd ^= 1;
       const int64_t token = i / p.head_blocks;
       const int head0 = i % p.head_blocks * kHeads + warp % 4 * 16;
@@ -446,7 +479,7 @@ struct Block : Thread {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int j = c * 32 + n * 8 + 2 * k;
-            packed[k] = pack_bf16(o[j / 64][j % 64] * factor[k % 2], o[j / 64][j % 64 + 1] * factor[k % 2]);
+            packed[k] = pack_bf16(o[j] * factor[k % 2], o[j + 1] * factor[k % 2]);
           }
           stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[0], packed[1], packed[2], packed[3]);
         }
@@ -470,6 +503,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const Block<FP8> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}};
   if (threadIdx.x == 0) block.init();
+  wait_for_previous();
   __syncthreads();
   if (warp >= 12) {
     give_registers<48>();

@@ -31,18 +31,18 @@ cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream) {
 
   const bool few_heads = call.heads <= 16 && (call.rows_are_fp8 || blocks(16) < sms / 2);
   if (few_heads || blocks(16) * (call.rows_are_fp8 ? 4 : 8) <= sms) {
-    // Two small blocks an SM, one computing while the other waits, are faster once every SM has two.
-    const bool paired = blocks(16) >= 2 * sms;
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer items
+    // than SMs too, since a tile of half the keys is there sooner.
+    const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
     const int splits = paired ? 1 : mma_splits(blocks(16), divide(call.width, mma_tile), sms);
-    return launch_sparse_mla_mma(call, paired, splits, stream);
+    return launch_sparse_mla_mma(call, paired, splits, sms, stream);
   }
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
   for (const int heads : {16, 32})
     if (2 * blocks(heads) <= sms) return launch_sparse_mla_wgmma(call, heads, true, sms, stream);
-  if (!call.rows_are_fp8) return launch_sparse_mla_m64(call, sms, stream);
-  if (call.heads <= 32 || blocks(32) <= sms) return launch_sparse_mla_wgmma(call, 32, false, sms, stream);
-  if (call.heads <= 64 && blocks(64) > sms) return launch_sparse_mla_m64(call, sms, stream);
-  return launch_sparse_mla_wgmma(call, 64, false, sms, stream);
+  if (call.heads <= 32 || (call.rows_are_fp8 && blocks(32) <= sms))
+    return launch_sparse_mla_wgmma(call, 32, false, sms, stream);
+  return launch_sparse_mla_m64(call, sms, stream);
 }
 
 }  // namespace dsv4

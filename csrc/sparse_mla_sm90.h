@@ -49,11 +49,11 @@ struct SparseMla {
 // Limits: 1 to 128 heads, tokens below 2^24. Picks one of the three below.
 cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
 
-// 16 heads a block; `paired` (E4M3 rows alone) for blocks of half the size, two an SM; 1 to 8 blocks share a token's
+// 16 heads an item; `paired` (E4M3 rows alone, one split) for two items at a time on an SM; 1 to 8 blocks share a token's
 // keys.
-cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, cudaStream_t stream);
+cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, int sms, cudaStream_t stream);
 
-// 16, 32 or (E4M3 rows) 64 heads a block; one block an SM, or `split`: two blocks share a token's keys.
+// 16 or 32 heads a block, heads on N; one block an SM, or `split`: two blocks share a token's keys.
 cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream);
 
 // 64 heads a block, heads on M; one block an SM.

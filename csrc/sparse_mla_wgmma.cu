@@ -1,10 +1,10 @@
 // Sparse MLA over full-width rows for Hopper: docs/sm90-sparse-mla.md.
 //
-// A block takes 16, 32 or 64 heads of one token after another. Four warps fetch rows into a ring of tiles of 64 keys.
-// Two warpgroups consume them by wgmma with rows on M and heads on N, so that few heads do not pay for 64: scores are
-// S^T = K Q^T, outputs O^T = V^T P^T. The warpgroups take turns in computing the scores and weights of a tile, and
-// share the dimensions of the output. E4M3 rows are widened to fp16 in registers on their way into either product, and
-// V^T is made there by byte permutation of two rows: neither a widened nor a transposed row is ever stored.
+// A block takes 16 or 32 heads of one token after another, with rows on M and heads on N of wgmma, so that few heads
+// do not pay for 64: scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a
+// ring of tiles of 64 keys, and q; one computes scores and weights of a tile; two add it to the outputs. E4M3 rows are
+// widened to fp16 in registers on their way into either product, and V^T is made there by byte permutation of two rows:
+// neither a widened nor a transposed row is ever stored.
 // Few tokens: two blocks that share a token's keys form a cluster and merge through each other's shared memory.
 
 #include <cooperative_groups.h>
@@ -16,59 +16,48 @@ namespace cg = cooperative_groups;
 namespace dsv4 {
 namespace wgmma {
 
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;
-constexpr int kWeightBuffers = 3;
+inline constexpr int kThreads = 512, kOutputThreads = 256;  // then 128 for scores and weights, and 128 that fetch
 constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
 // Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
 inline constexpr float kMargin = 4.f;
-inline constexpr int kRaised = 1, kStarted = 2;  // state after a tile: the maximum was raised; there is a maximum
 
-#define DSV4_WGMMA(n, type, registers, outputs, a0, a1, a2, a3, b, add)                                       \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                                  \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" a0 "," a1 \
-               "," a2 "," a3 "}, " b ", p, 1, 1, 0;}"                                                         \
-               : outputs                                                                                      \
+#define DSV4_WGMMA(n, registers, outputs, a0, a1, a2, a3, b, add)                                         \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                              \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" registers "}, {" a0 "," a1 "," a2 \
+               "," a3 "}, " b ", p, 1, 1, 0;}"                                                            \
+               : outputs                                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "n"(ADD))
 
-// d (64 x N, fp32) = a (64 x 16, in registers) times b (16 x N, in shared memory), plus d if ADD.
-template <bool HALF, bool ADD>
+// d (64 x N, fp32) = a (64 x 16, in registers) times b (16 x N, in shared memory), both fp16, plus d if ADD.
+template <bool ADD>
 __device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b_descriptor) {
-  if constexpr (HALF)
-    DSV4_WGMMA(16, "f16", DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
-  else
-    DSV4_WGMMA(16, "bf16", DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+  DSV4_WGMMA(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
 }
-template <bool HALF, bool ADD>
+template <bool ADD>
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b_descriptor) {
-  if constexpr (HALF)
-    DSV4_WGMMA(32, "f16", DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
-  else
-    DSV4_WGMMA(32, "bf16", DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
-}
-template <bool HALF, bool ADD>
-__device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b_descriptor) {
-  if constexpr (HALF)
-    DSV4_WGMMA(64, "f16", DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
-  else
-    DSV4_WGMMA(64, "bf16", DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
+  DSV4_WGMMA(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
 }
 
-#define DSV4_WGMMA_SHARED(n, registers, outputs, a, b, add)                                                \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                               \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b        \
-               ", p, 1, 1, 0, 0;}"                                                                         \
-               : outputs                                                                                   \
-               : "l"(a_descriptor), "l"(b_descriptor), "n"(ADD))
+#define DSV4_WGMMA_SHARED(n, registers, outputs, a, b, add, across)                                 \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
+               ", p, 1, 1, " across ", 0;}"                                                         \
+               : outputs                                                                            \
+               : "l"(a_descriptor), "l"(b_descriptor), "n"(ADD), "n"(ACROSS))
 
-// The same with a (64 x 16) in shared memory too, both BF16.
-template <bool ADD>
+// The same with a (64 x 16) in shared memory too, both BF16; ACROSS if a is to be read across its rows there. N is twice
+// the heads where both terms of weights are columns of one product.
+template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor) {
-  DSV4_WGMMA_SHARED(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10");
+  DSV4_WGMMA_SHARED(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11");
 }
-template <bool ADD>
+template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
-  DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18");
+  DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19");
+}
+template <bool ADD, bool ACROSS = false>
+__device__ __forceinline__ void product(float (&d)[32], uint64_t a_descriptor, uint64_t b_descriptor) {
+  DSV4_WGMMA_SHARED(64, DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35");
 }
 
 // ---------------------------------------------------------------- q
@@ -106,11 +95,11 @@ __device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
   return power.x;
 }
 
-// N heads of q into shared memory as B operand, fp16 if FP8, by WARPS warps. `scales`: what a product with a head is to
-// be multiplied by, in units of log2; `sinks` likewise. `wait` is called between loads and stores.
-template <bool FP8, int N, int WARPS, typename Wait>
-__device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to, float* scales,
-                                       float* sinks, const Wait& wait) {
+// What warp `warp` of WARPS does to load N heads of q into shared memory as B operand, fp16 if FP8. `scales`: what a
+// product with a head is to be multiplied by, in units of log2; `sinks` likewise.
+template <bool FP8, int N, int WARPS>
+__device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to,
+                                       float* scales, float* sinks) {
   constexpr int kRows = N / WARPS;
   uint4 raw[kRows][2];
 #pragma unroll
@@ -136,7 +125,6 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
 #pragma unroll
     for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
   }
-  wait();
   const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -157,7 +145,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
       *reinterpret_cast<uint4*>(to + lane / 4 * N * 128 + swizzled(row, lane % 4 * 2 + h)) = h ? high : low;
     }
   }
-  const int row = threadIdx.x % (WARPS * 32);
+  const int row = warp % WARPS * 32 + lane;
   if (row < N) sinks[row] = p.sinks && item.head0 + row < p.heads ? p.sinks[item.head0 + row] * kLog2e : -INFINITY;
   fence_async();
 }
@@ -170,25 +158,28 @@ struct Layout {
   // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next.
   static constexpr int kGroupBytes = 8 * kRowBytes;
   static constexpr int kHalfBytes = 4 * kGroupBytes;
-  static constexpr int kHalves = FP8 ? (N == 64 ? 8 : N == 32 ? 10 : 12) : (N == 32 ? 4 : 6);  // of tiles, in the ring
-  static constexpr bool kFull = N == 64;  // consumers need every register
-  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
+  static constexpr int kHalves = FP8 ? (N == 32 ? 8 : 10) : (N == 32 ? 4 : 6);  // of tiles, in the ring
+  static constexpr int kQBuffers = FP8 || N == 32 ? 2 : 1;  // one where a second would cost a tile of the ring
+  static constexpr int kQParts = kQBuffers == 2 ? 4 : 1;    // that q is loaded in
+  static constexpr int kTerms = FP8 ? 1 : 2;                // BF16 weights come as high and low part
   static constexpr int kTermBytes = N * kTile * 2;
+  static constexpr int kAcc = kTerms * N / 2;  // values of a thread of 64 dimensions, both terms apart
+  static constexpr int kQBytes = N * kDim * 2;
   static constexpr int kQ = 0;
-  static constexpr int kWeights = kQ + N * kDim * 2;
-  static constexpr int kRing = kWeights + kWeightBuffers * kTerms * kTermBytes;
-  // Of items, even and odd: scale and maximum of every head, largest score or sum of every warp.
-  static constexpr int kScale = kRing + kHalves * kHalfBytes;               // [2][N]
-  static constexpr int kSink = kScale + 2 * N * 4;                          // [2][N]
-  static constexpr int kMaximum = kSink + 2 * N * 4;                        // [2][N]
-  static constexpr int kReduce = kMaximum + 2 * N * 4;                      // [2][8 warps][N]
-  static constexpr int kCorrection = kReduce + 2 * 8 * N * 4;               // [buffers][N]
-  static constexpr int kFactor = kCorrection + kWeightBuffers * N * 4;      // [groups][N]
-  static constexpr int kState = kFactor + 2 * N * 4;                       // [buffers]
-  static constexpr int kThere = kState + 16;                               // [halves][4]: a bit for every row
+  static constexpr int kWeights = kQ + kQBuffers * kQBytes;
+  static constexpr int kRing = kWeights + 2 * kTerms * kTermBytes;
+  static constexpr int kScale = kRing + kHalves * kHalfBytes;  // [items, even and odd][N]
+  static constexpr int kSink = kScale + 2 * N * 4;             // [items, even and odd][N]
+  static constexpr int kMaximum = kSink + 2 * N * 4;           // [N]
+  static constexpr int kReduce = kMaximum + N * 4;             // [4 warps][N]: largest score, or sum
+  static constexpr int kCorrection = kReduce + 4 * N * 4;      // [weights][N]
+  static constexpr int kFactor = kCorrection + 2 * N * 4;      // [weights][N]; of partial output: maxima, sums
+  static constexpr int kState = kFactor + 2 * N * 4;           // [weights]: whether outputs are to be corrected
+  static constexpr int kThere = kState + 16;                   // [halves][4]: a bit for every row
   static constexpr int kBarriers = kThere + kHalves * 4;
-  static constexpr int kTotal = kBarriers + (2 * kHalves + kWeightBuffers + 3) * 8;
+  static constexpr int kTotal = kBarriers + (2 * kHalves + 8) * 8;
   static_assert(kHalves % 2 == 0, "a tile's halves must lie together");
+  static_assert(kBarriers % 8 == 0, "barriers must be aligned");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
   static_assert(N * kDim * 4 <= kHalves * kHalfBytes, "partial output must fit the ring");
 };
@@ -196,46 +187,68 @@ struct Layout {
 template <bool FP8, int N>
 struct Block : Thread {
   using L = Layout<FP8, N>;
+
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
+  // Rows, weights and q: they are there; everybody is done with them.
   __device__ __forceinline__ uint32_t full(int half) const { return barrier(half); }
   __device__ __forceinline__ uint32_t empty(int half) const { return barrier(L::kHalves + half); }
   __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kHalves + buffer); }
-  __device__ __forceinline__ uint32_t q_full() const { return barrier(2 * L::kHalves + kWeightBuffers); }
-  __device__ __forceinline__ uint32_t q_empty() const { return barrier(2 * L::kHalves + kWeightBuffers + 1); }
-  __device__ __forceinline__ uint32_t summed() const { return barrier(2 * L::kHalves + kWeightBuffers + 2); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kHalves + 2 + buffer); }
+  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kHalves + 4 + buffer); }
+  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kHalves + 6 + buffer); }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), kConsumers);
-    for (int i = 0; i < kWeightBuffers; ++i) barrier_init(ready(i), 128);
-    barrier_init(q_full(), 128), barrier_init(q_empty(), kConsumers), barrier_init(summed(), kConsumers);
+    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), kOutputThreads);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
+      barrier_init(q_full(i), 128), barrier_init(q_empty(i), 128);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // ---------------------------------------------------------------- four warps: rows on their way
+  // ---------------------------------------------------------------- four warps: rows, and q, on their way
   // A warp copies 8 rows of every half tile; its lanes look up those of four, ahead of time.
   __device__ __forceinline__ void produce() const {
     const int row0 = warp % 4 * 8, my_key = lane / 8 * 32 + row0 + lane % 8;
-    uint32_t count = 0, items = 0;
+    uint32_t count = 0, served = 0;
     int i = blockIdx.x;
     Item item(p, i, N, Lengths(p, i));
-    const auto look_up = [&](int key0) {
+    const auto look_up = [&](const Item& item, int key0) {
       const int key = key0 + my_key, column = item.first + key;
       const int at = column < item.window ? column : kWindow + column - item.window;
       return key < item.keys ? p.indices[item.token * p.indices_stride + at] : -1;
     };
-    int next = look_up(0);
-    for (; i < p.items; ++items) {
+    // A part of an item's q. That of the first item is loaded by those who have nothing else to do yet.
+    const auto fetch_q = [&](const Item& of, int part) {
+      const int buffer = served % L::kQBuffers;
+      if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
+      load_q<FP8, N, 4 * L::kQParts>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
+                                     floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N);
+      if (part == L::kQParts - 1) barrier_arrive(q_full(buffer));
+    };
+    Lengths lengths(p, i + gridDim.x);
+    int next = look_up(item, 0), parts = item.tiles > 0 ? L::kQParts : 0;  // of q that are there
+    while (i < p.items) {
       i += gridDim.x;
-      const Lengths lengths(p, i);
       const Item now = item;
+      item = Item(p, i, N, lengths);
+      if (i >= p.items) item.keys = item.tiles = 0;
+      lengths = Lengths(p, i + gridDim.x);
+      if (item.tiles > 0) prefetch_q(p, item, N);
+      const auto rest_of_q = [&] {
+#pragma unroll 1
+        for (; parts < L::kQParts; ++parts) fetch_q(now, parts);
+        ++served, parts = 0;
+      };
+      if (L::kQBuffers == 2 && now.tiles > 0) rest_of_q();
       for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
         const int index = next;
         const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
         if (index >= 0) from = row_of(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
         const unsigned there = __ballot_sync(~0u, index >= 0);
-        if (key0 + 128 < now.tiles * kTile) next = look_up(key0 + 128);
-#pragma unroll
+        next = key0 + 128 < now.tiles * kTile ? look_up(now, key0 + 128) : look_up(item, 0);
+#pragma unroll 1
         for (int h = 0; h < 4; ++h) {
           if (key0 + h * 32 >= now.tiles * kTile) break;
           const uint32_t half = count % L::kHalves;
@@ -255,15 +268,20 @@ struct Block : Thread {
             barrier_arrive(full(half));
           }
           ++count;
+          // The next item's q, between rows: by now the item before this one has been scored, so its q is free.
+          if (L::kQBuffers == 2 && key0 == 128 && item.tiles > 0) fetch_q(item, parts++);
         }
+        if (L::kQBuffers == 1 && key0 == 0) rest_of_q();  // rows first, while the item before is still being scored
       }
-      if (i < p.items) item = Item(p, i, N, lengths), next = look_up(0), prefetch_q(p, item, N);
+      if (now.tiles == 0) next = look_up(item, 0);
     }
   }
 
   // ---------------------------------------------------------------- scores of 64 keys, S^T = K Q^T
-  __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t tile) const {
-    const uint64_t q = descriptor(base + L::kQ);
+  __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t tile, int q_buffer) const {
+    uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
+    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
+    const uint64_t q = descriptor(q_at);
     if constexpr (!FP8) {
       const uint64_t rows = descriptor(base + L::kRing + 2 * tile % L::kHalves * L::kHalfBytes, L::kGroupBytes);
       fence_async();  // the rows came by copies that wgmma does not see by itself
@@ -286,9 +304,7 @@ struct Block : Thread {
     const uint32_t rows = base + L::kRing + half * L::kHalfBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
     // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
     // they take are done.
-    constexpr int kSteps = N < 64 ? 4 : 2, kBuffers = 3;  // of 16 dimensions, in a batch
-    constexpr int kChains = N < 64 ? 2 : 1;  // of products, where they are so short that the next would wait
-    float second[N / 2];
+    constexpr int kSteps = 8, kBuffers = 2;  // of 16 dimensions, in a batch; batches
     uint32_t a[kBuffers][kSteps][4], raw[kSteps / 2][4];
     const auto read = [&](int batch) {
 #pragma unroll
@@ -313,40 +329,36 @@ struct Block : Thread {
       for (int i = 0; i < kSteps; ++i) {
         const int step = batch * kSteps + i;
         const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
-        float(&to)[N / 2] = kChains == 2 && i % 2 == 1 ? second : s;
-        if (step < kChains)
-          product<true, false>(to, a[batch % kBuffers][i], b);
+        if (step == 0)
+          product<false>(s, a[batch % kBuffers][i], b);
         else
-          product<true, true>(to, a[batch % kBuffers][i], b);
+          product<true>(s, a[batch % kBuffers][i], b);
       }
       products_commit();
       if (batch < 32 / kSteps - 1) {
         read(batch + 1);
         products_wait<kBuffers - 1>();
-        if constexpr (N < 64) hold(raw);
+        hold(raw);
         widen(a[(batch + 1) % kBuffers]);
       }
     }
     products_wait<0>();
-    if constexpr (kChains == 2)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) s[i] += second[i];
   }
 
   // ---------------------------------------------------------------- weights of 64 keys, into shared memory
-  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool is_first,
-                                          int odd) const {
-    const int g = lane / 4, t = lane % 4, group = warp / 4, group_warp = warp % 4;
-    const int buffer = tile % kWeightBuffers, before = (tile + kWeightBuffers - 1) % kWeightBuffers;
-    // Also the other warpgroup's word that it is past the tiles whose weights will be overwritten.
-    if (tile > 0) barrier_wait(ready(before), (tile - 1) / kWeightBuffers & 1);
-    const int state = is_first ? 0 : states()[before];
-    const bool started = state & kStarted;  // there is a maximum
+  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool& started, int odd,
+                                          bool is_last) const {
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
     const uint32_t half = 2 * tile % L::kHalves;
     const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + half * 4);
     const bool any = there.x | there.y, reference = there.x & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
-    float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum) + odd * N) + t;
+    float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
+    const auto lower = [&](const float2* by) {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+        s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
+    };
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
       const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
@@ -367,21 +379,17 @@ struct Block : Thread {
         for (int n = 0; n < N / 8; ++n)
           maximum[n * 4] =
               make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
-      sync_threads(1 + group, 128);
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float2 m = maximum[n * 4];
-        s[n * 4] -= m.x, s[n * 4 + 1] -= m.y, s[n * 4 + 2] -= m.x, s[n * 4 + 3] -= m.y;
-      }
+      sync_threads(1, 128);
+      lower(maximum);
     }
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
     for (int i = 0; i < N / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
-    if (state & kRaised) correct_sums(sum, before);
-    const bool raised = any && sync_any(1 + group, 128, excess > kSlack);
-    if (threadIdx.x % 128 == 0) states()[buffer] = (raised && started ? kRaised : 0) | (started || any ? kStarted : 0);
+    const bool raised = any && sync_any(1, 128, excess > kSlack);
+    barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+    if (threadIdx.x % 128 == 0) states()[buffer] = raised && started;
     if (raised) {
-      float* const reduce = floats(L::kReduce) + (odd * 8 + group * 4) * N;
+      float* const reduce = floats(L::kReduce);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -391,24 +399,27 @@ struct Block : Thread {
           for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
           if (g == 0) reduce[group_warp * N + n * 8 + t * 2 + e] = largest;
         }
-      sync_threads(1 + group, 128);
+      sync_threads(1, 128);
       const int head = threadIdx.x % 128;
       if (head < N) {
-        const float largest = fmaxf(fmaxf(reduce[head], reduce[N + head]), fmaxf(reduce[2 * N + head], reduce[3 * N + head]));
-        float* const to = floats(L::kMaximum) + odd * N + head;
+        const float largest =
+            fmaxf(fmaxf(reduce[head], reduce[N + head]), fmaxf(reduce[2 * N + head], reduce[3 * N + head]));
+        float* const to = floats(L::kMaximum) + head;
         const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
         *to = now;
         reduce[head] = now - old;
         floats(L::kCorrection)[buffer * N + head] = exp2_fast(old - now);
       }
-      sync_threads(1 + group, 128);
+      sync_threads(1, 128);
+      lower(reinterpret_cast<const float2*>(reduce) + t);
+      if (started)
 #pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float2 x = reinterpret_cast<const float2*>(reduce)[n * 4 + t];
-        s[n * 4] -= x.x, s[n * 4 + 1] -= x.y, s[n * 4 + 2] -= x.x, s[n * 4 + 3] -= x.y;
-      }
-      if (started) correct_sums(sum, buffer);
+        for (int n = 0; n < N / 8; ++n) {
+          const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
+          sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
+        }
     }
+    started |= any;
 
     const uint32_t to = base + L::kWeights + buffer * L::kTerms * L::kTermBytes;
     const int row = (lane >> 4) * 8 + (lane & 7), chunk = group_warp * 2 + (lane >> 3 & 1);
@@ -427,192 +438,246 @@ struct Block : Thread {
       }
       const uint32_t at = to + swizzled(n * 8 + row, chunk);
       stmatrix_transposed(at, high[0], high[1], high[2], high[3]);
-      if constexpr (!FP8) stmatrix_transposed(at + L::kTermBytes, low[0], low[1], low[2], low[3]);
+      if constexpr (L::kTerms == 2) stmatrix_transposed(at + L::kTermBytes, low[0], low[1], low[2], low[3]);
     }
+    if (is_last) finish(sum, buffer, started, odd);
     fence_async();
     barrier_arrive(ready(buffer));
   }
 
-  __device__ __forceinline__ void correct_sums(float (&sum)[N / 4], int buffer) const {
+  // With the last weights of an item goes what its outputs are to be multiplied by.
+  __device__ __forceinline__ void finish(float (&sum)[N / 4], int buffer, bool started, int odd) const {
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n) {
-      const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + lane % 4];
-      sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
+    for (int n = 0; n < N / 4; ++n) {
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+    }
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
+    float* const sums = floats(L::kReduce);
+    sync_threads(1, 128);  // nobody reads what else was here any more
+    if (g == 0)
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) sums[group_warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
+    sync_threads(1, 128);
+    const int head = threadIdx.x % 128;
+    if (head < N) {
+      float total = sums[head] + sums[N + head] + sums[2 * N + head] + sums[3 * N + head];
+      const float largest = started ? floats(L::kMaximum)[head] : kNoMaximum;
+      float* const factors = floats(L::kFactor);
+      if (p.splits > 1) {
+        factors[head] = largest, factors[N + head] = total;
+      } else {
+        const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+        const float sink = floats(L::kSink)[odd * N + head];
+        const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
+        total = total * mine + exp2_fast(sink - shift);
+        factors[buffer * N + head] = total > 0.f ? bmm2 * mine / total : 0.f;
+      }
     }
   }
 
-  // First of the 8 dimensions of this thread: rows g and g + 8 of its warp's part of four M = 64 blocks.
+  __device__ __forceinline__ void weigh() const {
+    uint32_t tile = 0, served = 0;
+    Lengths lengths(p, blockIdx.x);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const Item item(p, i, N, lengths);
+      lengths = Lengths(p, i + gridDim.x);
+      if (item.tiles == 0) {
+        const int head = threadIdx.x % 128;
+        if (p.splits > 1 && head < N) floats(L::kFactor)[head] = kNoMaximum, floats(L::kFactor)[N + head] = 0.f;
+        continue;
+      }
+      const int buffer = served % L::kQBuffers;
+      float sum[N / 4] = {};
+      bool started = false;  // there is a maximum
+      barrier_wait(q_full(buffer), served / L::kQBuffers & 1);
+      for (int left = item.tiles; left > 0; --left, ++tile) {
+        float s[N / 2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kHalves), (2 * tile + h) / L::kHalves & 1);
+        scores(s, tile, buffer);
+        if (L::kQBuffers == 1 && left == 1) barrier_arrive(q_empty(buffer));  // scales of the next item lie elsewhere
+        weights(s, sum, tile, started, served & 1, left == 1);
+        if (L::kQBuffers == 2 && left == 1) barrier_arrive(q_empty(buffer));  // its scales are read until here
+      }
+      ++served;
+    }
+  }
+
+  // E4M3: the first of the 8 dimensions of this thread: rows g and g + 8 of its warp's part of four M = 64 blocks.
   __device__ __forceinline__ int dim0() const { return warp * 64 + lane / 4 * 8; }
+  // BF16: dimension of row 8 * half + g of this warp's part of block m.
+  __device__ __forceinline__ int dim_of(int m, int half, int g) const {
+    return (warp / 4 * 4 + m) * 64 + warp % 4 * 16 + half * 8 + g;
+  }
 
   // ---------------------------------------------------------------- outputs, O^T += V^T P^T
-  __device__ __forceinline__ void outputs(float (&acc)[4][N / 2], uint32_t tile) const {
-    const int t = lane % 4, buffer = tile % kWeightBuffers;
-    barrier_wait(ready(buffer), tile / kWeightBuffers & 1);
-    if (states()[buffer] & kRaised) {
-      products_wait<0>();
+  __device__ __forceinline__ void wait_weights(float (&acc)[4][L::kAcc], uint32_t tile) const {
+    const int t = lane % 4, buffer = tile % 2;
+    barrier_wait(ready(buffer), tile / 2 & 1);
+    if (states()[buffer]) {  // the maximum was raised
 #pragma unroll
       for (int n = 0; n < N / 8; ++n) {
         const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
 #pragma unroll
         for (int m = 0; m < 4; ++m)
 #pragma unroll
-          for (int h = 0; h < 2; ++h) acc[m][n * 4 + 2 * h] *= x.x, acc[m][n * 4 + 2 * h + 1] *= x.y;
-      }
-    }
-    const uint64_t b = descriptor(base + L::kWeights + buffer * L::kTerms * L::kTermBytes);
-    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions.
-    const int block = FP8 ? warp / 2 : warp, chunk = FP8 ? warp % 2 * 4 + lane / 8 : lane / 4;
-    const int even_row = block * 1024 + swizzled(2 * t, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
-    const int odd_row = block * 1024 + swizzled(2 * t + 1, chunk) + (FP8 ? lane / 4 % 2 * 8 : 0);
-    uint32_t a[2][4][4], raw[4][FP8 ? 2 : 4];
-    const auto read = [&](int step) {
-      const uint32_t count = 2 * tile + step / 2, half = count % L::kHalves;
-      if (step % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
-      const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + step % 2 * 2 * L::kGroupBytes;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) read_words(raw[k], rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row));
-    };
-    const auto widen = [&](uint32_t (&to)[4][4]) {  // two keys of one dimension to a register
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const uint32_t x = raw[2 * k][FP8 ? m / 2 : m], y = raw[2 * k + 1][FP8 ? m / 2 : m];
-          if constexpr (FP8) {
-            const uint32_t pairs = __byte_perm(x, y, m % 2 ? 0x7362 : 0x5140);
-            to[m][2 * k] = e4m3_low(pairs), to[m][2 * k + 1] = e4m3_high(pairs);
-          } else {
-            to[m][2 * k] = __byte_perm(x, y, 0x5410), to[m][2 * k + 1] = __byte_perm(x, y, 0x7632);
+          for (int h = 0; h < 2 * L::kTerms; ++h) {
+            float* const at = acc[m] + h / 2 * N / 2 + n * 4 + h % 2 * 2;
+            at[0] *= x.x, at[1] *= x.y;
           }
-        }
-    };
-    read(0);
-    products_wait<1>();
-    widen(a[0]);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kHalves));
-      products_begin();
-#pragma unroll
-      for (int term = 0; term < L::kTerms; ++term)
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-          product<FP8, true>(acc[m], a[step & 1][m], b + ((term * L::kTermBytes + step * 32) >> 4));
-      products_commit();
-      if (step < 3) {
-        read(step + 1);
-        products_wait<1>();
-        widen(a[step & 1 ^ 1]);
       }
     }
   }
 
-  // ---------------------------------------------------------------- two warpgroups
-  __device__ __forceinline__ void consume() const {
-    const int group = warp / 4, g = lane / 4, t = lane % 4;
-    const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
-    uint32_t tile0 = 0, items = 0;
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x, ++items) {
-      const Item item(p, i, N, Lengths(p, i));
-      const int odd = items & 1;
-      float* const scales = floats(L::kScale) + odd * N, * const sinks = floats(L::kSink) + odd * N;
-      if (items == 0) {
-        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, scales, sinks, [] {});
-        sync_threads(3, kConsumers);
-      } else {
-        // By the warpgroup whose tile is first, while the other one may still be at the end of the last item.
-        if ((tile0 & 1) == group) {
-          load_q<FP8, N, 4>(p, item, warp, lane, smem + L::kQ, scales, sinks,
-                            [&] { barrier_wait(q_empty(), odd ^ 1); });
-          barrier_arrive(q_full());
-        }
-        barrier_wait(q_full(), odd ^ 1);
+  __device__ __forceinline__ void outputs(float (&acc)[4][L::kAcc], uint32_t tile) const {
+    const int t = lane % 4, buffer = tile % 2;
+    const uint64_t b = descriptor(base + L::kWeights + buffer * L::kTerms * L::kTermBytes);
+    if constexpr (!FP8) {
+      // V^T is read from the ring, across its rows. Both terms of the weights are columns of one product.
+      wait_weights(acc, tile);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t count = 2 * tile + h, half = count % L::kHalves;
+        barrier_wait(full(half), count / L::kHalves & 1);
+        fence_async();
+        const uint64_t rows = descriptor(base + L::kRing + half * L::kHalfBytes + warp / 4 * 4096, L::kGroupBytes);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+#pragma unroll
+          for (int m = 0; m < 4; ++m)
+            product<true, true>(acc[m], rows + ((step * 2 * L::kGroupBytes + m * 1024) >> 4), b + (h * 2 + step) * 2);
+        products_commit();
       }
-
-      // Every second tile is this warpgroup's; it adds all tiles to its dimensions, in their order.
-      float acc[4][N / 2] = {}, sum[N / 4] = {};
-      int done = 0;
-      for (int own = tile0 + group & 1; own < item.tiles; own += 2) {
-        const uint32_t tile = tile0 + own;
-        float s[N / 2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kHalves), (2 * tile + h) / L::kHalves & 1);
-        scores(s, tile);
-        if (own + 2 >= item.tiles) barrier_arrive(q_empty());
-        weights(s, sum, tile, own == 0, odd);
-        if (own + 2 < item.tiles)
-          for (; done <= own; ++done) outputs(acc, tile0 + done);
-      }
-      if ((tile0 + group & 1) >= item.tiles) barrier_arrive(q_empty());
-      // Sums over the keys: the lanes of a column; the warps when both warpgroups are past their last scores.
-      float* const sums = floats(L::kReduce) + odd * 8 * N;
-#pragma unroll
-      for (int n = 0; n < N / 4; ++n) {
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
-      }
-      sync_threads(1 + group, 128);  // nobody reads differences of maxima, which are at the same place, any more
-      if (g == 0)
-#pragma unroll
-        for (int n = 0; n < N / 4; ++n) sums[warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
-      barrier_arrive(summed());
-      for (; done < item.tiles; ++done) outputs(acc, tile0 + done);
-      barrier_wait(summed(), odd);
-
-      float* const factors = floats(L::kFactor) + group * N;
-      const int head = threadIdx.x % 128;
-      if (head < N) {
-        // A maximum that the last tile raised is news to the sums of the warpgroup that had no part in it.
-        const int last = (tile0 + item.tiles + kWeightBuffers - 1) % kWeightBuffers;
-        const int last_group = tile0 + item.tiles + 1 & 1;
-        const int state = item.tiles ? states()[last] : 0;
-        float total = 0.f;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float part = 0.f;
-#pragma unroll
-          for (int w = 0; w < 4; ++w) part += sums[(h * 4 + w) * N + head];
-          total += state & kRaised && h != last_group ? part * floats(L::kCorrection)[last * N + head] : part;
-        }
-        const float largest = state & kStarted ? floats(L::kMaximum)[odd * N + head] : kNoMaximum;
-        if (p.splits > 1) {
-          factors[head] = group ? total : largest;  // [2][N], for merge()
-        } else {
-          const float sink = floats(L::kSink)[odd * N + head];
-          const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
-          total = total * mine + exp2_fast(sink - shift);
-          factors[head] = total > 0.f ? bmm2 * mine / total : 0.f;
-        }
-      }
-      tile0 += item.tiles;
+      products_wait<1>();
+      barrier_arrive(empty(2 * tile % L::kHalves));
       products_wait<0>();
+      barrier_arrive(empty((2 * tile + 1) % L::kHalves));
+    } else {
+      // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions.
+      const int block = warp / 2, chunk = warp % 2 * 4 + lane / 8;
+      const int even_row = block * 1024 + swizzled(2 * t, chunk) + lane / 4 % 2 * 8;
+      const int odd_row = block * 1024 + swizzled(2 * t + 1, chunk) + lane / 4 % 2 * 8;
+      uint32_t a[2][4][4], raw[4][2];
+      const auto read = [&](int step) {
+        const uint32_t count = 2 * tile + step / 2, half = count % L::kHalves;
+        if (step % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
+        const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + step % 2 * 2 * L::kGroupBytes;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) read_words(raw[k], rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row));
+      };
+      const auto widen = [&](uint32_t (&to)[4][4]) {  // two keys of one dimension to a register
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const uint32_t pairs = __byte_perm(raw[2 * k][m / 2], raw[2 * k + 1][m / 2], m % 2 ? 0x7362 : 0x5140);
+            to[m][2 * k] = e4m3_low(pairs), to[m][2 * k + 1] = e4m3_high(pairs);
+          }
+      };
+      read(0);
+      widen(a[0]);
+      wait_weights(acc, tile);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kHalves));
+        products_begin();
+#pragma unroll
+        for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step & 1][m], b + step * 2);
+        products_commit();
+        if (step < 3) {
+          read(step + 1);
+          products_wait<1>();
+          widen(a[step & 1 ^ 1]);
+        }
+      }
+      products_wait<0>();
+    }
+  }
+
+  __device__ __forceinline__ void multiply() const {
+    const int g = lane / 4, t = lane % 4;
+    uint32_t tile = 0;
+    Lengths lengths(p, blockIdx.x);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const Item item(p, i, N, lengths);
+      lengths = Lengths(p, i + gridDim.x);
+      if (i == blockIdx.x && item.tiles > 0) {
+        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink));
+        sync_threads(2, kOutputThreads);
+        if (warp < 4) barrier_arrive(q_full(0));
+      }
+      float acc[4][L::kAcc] = {};
+      for (int left = item.tiles; left > 0; --left, ++tile) {
+        outputs(acc, tile);
+        if (left > 1) barrier_arrive(used(tile % 2));
+      }
+      if constexpr (L::kTerms == 2)
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+          for (int j = 0; j < N / 2; ++j) acc[m][j] += acc[m][N / 2 + j];
       if (p.splits > 1) {
-        // Partial outputs take the place of the ring, once everybody has left it.
-        for (int c = max(0, 2 * item.tiles - L::kHalves); c < 2 * item.tiles; ++c)
-          barrier_wait(empty(c % L::kHalves), c / L::kHalves & 1);
+        sync_threads(2, kOutputThreads);
+        // Partial outputs take the place of the ring, which everybody has left.
         float* const partial = floats(L::kRing);  // [N][512]
 #pragma unroll
         for (int n = 0; n < N / 4; ++n) {
           const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-          float4* const to = reinterpret_cast<float4*>(partial + row * kDim + dim0());
-          to[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
-          to[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
+          if constexpr (FP8) {
+            float4* const to = reinterpret_cast<float4*>(partial + partial_at(row, dim0()));
+            to[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
+            to[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
+          } else {
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+              for (int h = 0; h < 2; ++h) partial[partial_at(row, dim_of(m, h, g))] = acc[m][at + 2 * h];
+          }
         }
         return;
       }
-      sync_threads(1 + group, 128);
+      // With the last weights came the factors; without a key all is 0.
+      const int last = (tile + 1) % 2;
+      const float* const factors = floats(L::kFactor) + last * N;
+      if constexpr (!FP8) {
 #pragma unroll
-      for (int n = 0; n < N / 4; ++n) {
-        const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-        const float factor = factors[row];
-        uint32_t packed[4];
+        for (int n = 0; n < N / 8; ++n) {
+          float2 factor = reinterpret_cast<const float2*>(factors)[n * 4 + t];
+          if (item.tiles == 0) factor = make_float2(0.f, 0.f);
+          const int head = item.head0 + n * 8 + g;
+          const bool is = head < p.heads;
+          __nv_bfloat16* const to = out_of(item.token, is ? head : 0);
 #pragma unroll
-        for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
-        if (item.head0 + row < p.heads)
-          *reinterpret_cast<uint4*>(out_of(item.token, item.head0 + row) + dim0()) =
-              make_uint4(packed[0], packed[1], packed[2], packed[3]);
+          for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* const x = acc[m] + n * 4 + 2 * h;
+              const uint32_t packed = transposed8(pack_bf16(x[0] * factor.x, x[1] * factor.y));
+              if (is) *reinterpret_cast<uint32_t*>(to + dim_of(m, h, 2 * t)) = packed;
+            }
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n) {
+          const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
+          const float factor = item.tiles == 0 ? 0.f : factors[row];
+          uint32_t packed[4];
+#pragma unroll
+          for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
+          if (item.head0 + row < p.heads)
+            *reinterpret_cast<uint4*>(out_of(item.token, item.head0 + row) + dim0()) =
+                make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
       }
+      if (item.tiles > 0) barrier_arrive(used(last));
     }
+  }
+
+  // Where a partial output is, in floats: heads that a warp writes at once lie in different banks.
+  static __device__ __forceinline__ int partial_at(int row, int dim) {
+    return row * kDim + (dim ^ (row >> 1 & 3) << 3);
   }
 
   // ---------------------------------------------------------------- splits are the blocks of a cluster
@@ -624,7 +689,8 @@ struct Block : Thread {
     const int head0 = blockIdx.x / p.splits % p.head_blocks * N;
     const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
     const int rows = min(N, p.heads - head0);
-    for (int i = blockIdx.x % p.splits * kConsumers + threadIdx.x; i < rows * (kDim / 4); i += p.splits * kConsumers) {
+    for (int i = blockIdx.x % p.splits * kOutputThreads + threadIdx.x; i < rows * (kDim / 4);
+         i += p.splits * kOutputThreads) {
       const int row = i / (kDim / 4), head = head0 + row;
       const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
       float largest[kSplits], sum[kSplits], shift = fmaxf(sink, kNoMaximum);
@@ -633,7 +699,8 @@ struct Block : Thread {
       for (int r = 0; r < kSplits; ++r) {
         const float* const stat = cluster.map_shared_rank(floats(L::kFactor), r);
         largest[r] = stat[row], sum[r] = stat[N + row];
-        value[r] = reinterpret_cast<const float4*>(cluster.map_shared_rank(floats(L::kRing), r))[i];
+        value[r] = *reinterpret_cast<const float4*>(cluster.map_shared_rank(floats(L::kRing), r) +
+                                                    partial_at(row, i % (kDim / 4) * 4));
         shift = fmaxf(shift, largest[r]);
       }
       float total = exp2_fast(sink - shift);
@@ -655,19 +722,27 @@ struct Block : Thread {
 template <bool FP8, int N>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
-  using L = Layout<FP8, N>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const Block<FP8, N> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}};
   if (threadIdx.x == 0) block.init();
+  wait_for_previous();
   __syncthreads();
-  if (warp >= kConsumers / 32) {
-    give_registers<L::kFull ? 40 : 88>();
+  if (warp >= 12) {
+    give_registers<80>();
     block.produce();
     if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
+  } else if (warp >= 8) {
+    // Of the 128 registers that a thread begins with; outputs of two terms take more.
+    if constexpr (FP8)
+      take_registers<144>();
+    else
+      give_registers<112>();
+    block.weigh();
+    if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();
   } else {
-    take_registers<L::kFull ? 232 : 208>();
-    block.consume();
+    take_registers<FP8 ? 144 : 160>();
+    block.multiply();
     if (p.splits > 1) block.merge();
   }
 #endif
@@ -684,10 +759,9 @@ cudaError_t launch(const SparseMla& call, bool split, int sms, cudaStream_t stre
 
 cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream) {
   using wgmma::launch;
-  if (!call.rows_are_fp8)
-    return heads == 16 ? launch<false, 16>(call, split, sms, stream) : launch<false, 32>(call, split, sms, stream);
-  if (heads == 16) return launch<true, 16>(call, split, sms, stream);
-  return heads == 32 ? launch<true, 32>(call, split, sms, stream) : launch<true, 64>(call, split, sms, stream);
+  if (heads == 16)
+    return call.rows_are_fp8 ? launch<true, 16>(call, split, sms, stream) : launch<false, 16>(call, split, sms, stream);
+  return call.rows_are_fp8 ? launch<true, 32>(call, split, sms, stream) : launch<false, 32>(call, split, sms, stream);
 }
 
 }  // namespace dsv4

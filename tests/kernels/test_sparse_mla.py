@@ -311,6 +311,37 @@ def test_same_bits_every_time(device, fast_provider, tokens, heads, kv_dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_query_from_the_call_before(device, tokens, heads, kv_dtype):
+    """The native kernels are launched before the one in front of them has ended, and wait for what it writes."""
+    skip_unless_served("sm90")
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=31)
+    lens, visible = case.topk_lens.to(device), case.visible.to(device)
+
+    def chain(pause=False):
+        queries = torch.full((9, *case.query.shape), float("nan"), dtype=BF16, device=device)
+        queries[0].copy_(case.query)
+        for query, out in zip(queries, queries[1:], strict=False):
+            sparse_mla(
+                query[:, None], case.swa[:, None], None, case.indices, case.compressed[:, None], lens, visible,
+                out=out[:, None], bmm1_scale=case.bmm1, sinks=case.sinks, provider="sm90",
+            )  # fmt: skip
+            if pause:
+                torch.cuda.synchronize()
+        return queries
+
+    expected = chain(pause=True)
+    assert expected.isfinite().all() and not torch.equal(expected[1], expected[2])
+    assert torch.equal(chain(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    graph.replay()
+    assert torch.equal(replayed, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("tokens, heads", BATCHES)
 def test_no_more_error_than_triton(device, tokens, heads, kv_dtype):
     skip_unless_served("sm90")
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=17)
