@@ -96,10 +96,11 @@ __device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
 }
 
 // What warp `warp` of WARPS does to load N heads of q into shared memory as B operand, fp16 if FP8. `scales`: what a
-// product with a head is to be multiplied by, in units of log2; `sinks` likewise.
-template <bool FP8, int N, int WARPS>
+// product with a head is to be multiplied by, in units of log2; `sinks` likewise. `meanwhile` is done between loads
+// and stores.
+template <bool FP8, int N, int WARPS, typename Meanwhile>
 __device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to,
-                                       float* scales, float* sinks) {
+                                       float* scales, float* sinks, const Meanwhile& meanwhile) {
   constexpr int kRows = N / WARPS;
   uint4 raw[kRows][2];
 #pragma unroll
@@ -115,6 +116,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
       raw[i][0] = from[0], raw[i][1] = from[1];
     }
   }
+  meanwhile();
   uint32_t largest[kRows];
   if (p.q_is_fp8)
 #pragma unroll
@@ -219,12 +221,15 @@ struct Block : Thread {
       const int at = column < item.window ? column : kWindow + column - item.window;
       return key < item.keys ? p.indices[item.token * p.indices_stride + at] : -1;
     };
-    // A part of an item's q. That of the first item is loaded by those who have nothing else to do yet.
-    const auto fetch_q = [&](const Item& of, int part) {
+    // A part of an item's q; `meanwhile` is done while it is on its way. That of the first item is loaded by those who
+    // have nothing else to do yet.
+    const auto fetch_q = [&](const Item& of, int part, const auto& meanwhile) {
       const int buffer = served % L::kQBuffers;
-      if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
       load_q<FP8, N, 4 * L::kQParts>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
-                                     floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N);
+                                     floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N, [&] {
+                                       meanwhile();
+                                       if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
+                                     });
       if (part == L::kQParts - 1) barrier_arrive(q_full(buffer));
     };
     Lengths lengths(p, i + gridDim.x);
@@ -238,7 +243,7 @@ struct Block : Thread {
       if (item.tiles > 0) prefetch_q(p, item, N);
       const auto rest_of_q = [&] {
 #pragma unroll 1
-        for (; parts < L::kQParts; ++parts) fetch_q(now, parts);
+        for (; parts < L::kQParts; ++parts) fetch_q(now, parts, [] {});
         ++served, parts = 0;
       };
       if (L::kQBuffers == 2 && now.tiles > 0) rest_of_q();
@@ -251,25 +256,30 @@ struct Block : Thread {
 #pragma unroll 1
         for (int h = 0; h < 4; ++h) {
           if (key0 + h * 32 >= now.tiles * kTile) break;
-          const uint32_t half = count % L::kHalves;
-          barrier_wait(empty(half), count / L::kHalves & 1 ^ 1);
-          const uint32_t to = base + L::kRing + half * L::kHalfBytes + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
+          const auto copy = [&] {
+            const uint32_t half = count % L::kHalves;
+            barrier_wait(empty(half), count / L::kHalves & 1 ^ 1);
+            const uint32_t to = base + L::kRing + half * L::kHalfBytes + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
 #pragma unroll
-          for (int r = 0; r < 8; ++r) {
-            const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * 8 + r) + lane * 16;
-            const int bytes = there >> (h * 8 + r) & 1 ? 16 : 0;
+            for (int r = 0; r < 8; ++r) {
+              const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * 8 + r) + lane * 16;
+              const int bytes = there >> (h * 8 + r) & 1 ? 16 : 0;
 #pragma unroll
-            for (int c = 0; c < L::kRowBytes / 512; ++c)
-              copy16(to + swizzled(r, lane % 8) + c * 4096, reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
-          }
-          copies_arrive(full(half));
-          if (lane == 0) {
-            smem[L::kThere + half * 4 + warp % 4] = there >> (h * 8);
-            barrier_arrive(full(half));
-          }
+              for (int c = 0; c < L::kRowBytes / 512; ++c)
+                copy16(to + swizzled(r, lane % 8) + c * 4096, reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
+            }
+            copies_arrive(full(half));
+            if (lane == 0) {
+              smem[L::kThere + half * 4 + warp % 4] = there >> (h * 8);
+              barrier_arrive(full(half));
+            }
+          };
+          // The next item's q, around rows: now that the item before this one has been scored, its q is free.
+          if (L::kQBuffers == 2 && key0 == 128 && item.tiles > 0)
+            fetch_q(item, parts++, copy);
+          else
+            copy();
           ++count;
-          // The next item's q, between rows: by now the item before this one has been scored, so its q is free.
-          if (L::kQBuffers == 2 && key0 == 128 && item.tiles > 0) fetch_q(item, parts++);
         }
         if (L::kQBuffers == 1 && key0 == 0) rest_of_q();  // rows first, while the item before is still being scored
       }
@@ -604,7 +614,7 @@ struct Block : Thread {
       const Item item(p, i, N, lengths);
       lengths = Lengths(p, i + gridDim.x);
       if (i == blockIdx.x && item.tiles > 0) {
-        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink));
+        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink), [] {});
         sync_threads(2, kOutputThreads);
         if (warp < 4) barrier_arrive(q_full(0));
       }
