@@ -204,7 +204,7 @@ struct Block : Thread {
     for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), kOutputThreads);
     for (int i = 0; i < 2; ++i) {
       barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
-      barrier_init(q_full(i), 128), barrier_init(q_empty(i), 128);
+      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -230,7 +230,9 @@ struct Block : Thread {
                                        meanwhile();
                                        if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
                                      });
-      if (part == L::kQParts - 1) barrier_arrive(q_full(buffer));
+      // Twice: those who load the first q are twice as many. All who wrote arrive, since racecheck does not follow an
+      // order that goes through a named barrier first.
+      if (part == L::kQParts - 1) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
     };
     Lengths lengths(p, i + gridDim.x);
     int next = look_up(item, 0), parts = item.tiles > 0 ? L::kQParts : 0;  // of q that are there
@@ -468,11 +470,12 @@ struct Block : Thread {
     if (g == 0)
 #pragma unroll
       for (int n = 0; n < N / 4; ++n) sums[group_warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
-    sync_threads(1, 128);
     const int head = threadIdx.x % 128;
+    // Before the barrier: after it, other lanes write the next item's.
+    const float largest = head < N && started ? floats(L::kMaximum)[head] : kNoMaximum;
+    sync_threads(1, 128);
     if (head < N) {
       float total = sums[head] + sums[N + head] + sums[2 * N + head] + sums[3 * N + head];
-      const float largest = started ? floats(L::kMaximum)[head] : kNoMaximum;
       float* const factors = floats(L::kFactor);
       if (p.splits > 1) {
         factors[head] = largest, factors[N + head] = total;
@@ -615,8 +618,7 @@ struct Block : Thread {
       lengths = Lengths(p, i + gridDim.x);
       if (i == blockIdx.x && item.tiles > 0) {
         load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink), [] {});
-        sync_threads(2, kOutputThreads);
-        if (warp < 4) barrier_arrive(q_full(0));
+        barrier_arrive(q_full(0));
       }
       float acc[4][L::kAcc] = {};
       for (int left = item.tiles; left > 0; --left, ++tile) {
@@ -654,8 +656,8 @@ struct Block : Thread {
       if constexpr (!FP8) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) {
-          float2 factor = reinterpret_cast<const float2*>(factors)[n * 4 + t];
-          if (item.tiles == 0) factor = make_float2(0.f, 0.f);
+          float2 factor = make_float2(0.f, 0.f);
+          if (item.tiles > 0) factor = reinterpret_cast<const float2*>(factors)[n * 4 + t];
           const int head = item.head0 + n * 8 + g;
           const bool is = head < p.heads;
           __nv_bfloat16* const to = out_of(item.token, is ? head : 0);
