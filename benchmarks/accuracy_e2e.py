@@ -59,6 +59,7 @@ from e2e import (
     compare_full,
     compare_top,
     full_rows,
+    import_flashinfer,
     log,
     machine,
     make_prompts,
@@ -118,6 +119,7 @@ PROMPT_TOP = 64
 def child(job: dict[str, Any]) -> None:
     """One run: generate, check the forced tokens, write the arrays."""
     start = time.perf_counter()
+    import_flashinfer()
     import torch
     from vllm import LLM, SamplingParams
 

@@ -94,6 +94,15 @@ def make_prompts(lengths: list[int], vocab: int, seed: int) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------- in the child
+def import_flashinfer() -> None:
+    """Before vLLM: FlashInfer 0.6.8 (0.20.2, 0.21.0) takes TileLang's stub for the CUDA runtime if it came first.
+
+    With several GPUs, vLLM imports FlashInfer first itself.
+    """
+    with contextlib.suppress(ImportError):
+        import flashinfer.comm  # noqa: F401
+
+
 def __getattr__(name: str) -> Any:
     """`ForcedTokens`, made when vLLM asks for it: the parent process never imports vLLM."""
     if name != "ForcedTokens":
