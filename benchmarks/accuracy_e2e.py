@@ -47,6 +47,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -489,58 +490,70 @@ def main(argv: list[str] | None = None) -> int:
             meta["key"] = key(name)
             meta_file.write_text(json.dumps(meta))
             chosen.write_text(json.dumps({"base": base, "run": name, "tokens": forced}))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, runs))
 
-    data: dict[str, Any] = {}
-    for name in RUNS:  # also those of earlier commands
-        path = args.work / f"{name}.npz"
-        meta = read_result(path, key(name)) if forced is not None else None
-        if meta is None:
-            continue
-        with np.load(path) as f:
-            data[name] = {k: f[k] for k in f.files}
-        record.setdefault(name, {"ok": True, "seconds": 0.0, "reused": True})
-        record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
-    comparisons = {
-        f"{a}|{b}": compare(data[a], data[b], args.lengths)
-        for a, b in PAIRS
-        if a in data and b in data
-    }
-    rows = bars(comparisons)
-    results = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([sys.executable, *sys.argv]),
-        "model": str(args.model),
-        "model_config": config,
-        "seed": args.seed,
-        "prompt_lengths": args.lengths,
-        "decode_steps": args.steps,
-        "max_num_batched_tokens": args.batch,
-        "continuation_run": json.loads(chosen.read_text())["run"] if forced else None,
-        "machine": machine(),
-        "runs": record,
-        "reference_distributions": describe(data["truth"], args.lengths) if "truth" in data else {},
-        "notes": {
-            "kl": "nats, over the full vocabulary, reference against run",
-            "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",
-            "prompt_coarse": f"prompts above {FULL_PROMPT_LOGPROBS} tokens: a lower bound of KL from the "
-            f"{PROMPT_TOP} most likely tokens of each run",
-        },
-        "comparisons": comparisons,
-        "bars": rows,
-    }
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    def report() -> dict[str, Any]:
+        """Compare what has run so far, and write it."""
+        data: dict[str, Any] = {}
+        for name in RUNS:  # also those of earlier commands
+            path = args.work / f"{name}.npz"
+            meta = read_result(path, key(name)) if forced is not None else None
+            if meta is None:
+                continue
+            with np.load(path) as f:
+                data[name] = {k: f[k] for k in f.files}
+            record.setdefault(name, {"ok": True, "seconds": 0.0, "reused": True})
+            record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
+        comparisons = {
+            f"{a}|{b}": compare(data[a], data[b], args.lengths)
+            for a, b in PAIRS
+            if a in data and b in data
+        }
+        rows = bars(comparisons)
+        results = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join([sys.executable, *sys.argv]),
+            "model": str(args.model),
+            "model_config": config,
+            "seed": args.seed,
+            "prompt_lengths": args.lengths,
+            "decode_steps": args.steps,
+            "max_num_batched_tokens": args.batch,
+            "continuation_run": json.loads(chosen.read_text())["run"] if forced else None,
+            "machine": machine(),
+            "runs": dict(record),
+            "reference_distributions": describe(data["truth"], args.lengths) if "truth" in data else {},
+            "notes": {
+                "kl": "nats, over the full vocabulary, reference against run",
+                "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",
+                "prompt_coarse": f"prompts above {FULL_PROMPT_LOGPROBS} tokens: a lower bound of KL from the "
+                f"{PROMPT_TOP} most likely tokens of each run",
+            },
+            "comparisons": comparisons,
+            "bars": rows,
+        }
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        return results
+
+    lock = threading.Lock()
+
+    def run_and_report(name: str) -> None:
+        run(name)
+        with lock:  # a command that is ended early leaves what it found
+            report()
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run_and_report, runs))
+    results = report()
 
     for name, r in record.items():
         state = "reused" if r.get("reused") else "ok" if r["ok"] else "FAILED"
         parts = f"load {r.get('seconds_load')} s, generate {r.get('seconds_generate')} s"
         print(f"{name:18s} {state:7s} {r['seconds']:7.1f} s  ({parts})")
     print(f"reference: {results['reference_distributions']}")
-    print(table(comparisons))
-    print(bar_table(rows))
+    print(table(results["comparisons"]))
+    print(bar_table(results["bars"]))
     print(f"results in {args.out}")
-    failed = any(r["passed"] is False for r in rows) or any(not r["ok"] for r in record.values())
+    failed = any(r["passed"] is False for r in results["bars"]) or any(not r["ok"] for r in record.values())
     return 1 if failed else 0
 
 

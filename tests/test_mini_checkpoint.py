@@ -347,6 +347,8 @@ def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
 
     def fake(name, job, args):
         started.append((name, job["forced"] is not None))
+        if name == "bf16_graph":
+            raise KeyboardInterrupt
         assert "calibrated" not in name or Path(job["scales"]).exists()
         if name == "fp8":
             return {"ok": False, "seconds": 1.0, "status": "1", "error": "boom"}
@@ -371,6 +373,11 @@ def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
     passed = {r["bar"]: r["passed"] for r in result["bars"]}
     assert passed["decode: KL(truth|bf16) <= KL(truth|flashmla)/10"] is True
     assert passed["decode: KL(truth|fp8) <= 2 KL(truth|flashmla)"] is None
+
+    (tmp_path / "r.json").unlink()
+    with pytest.raises(KeyboardInterrupt):  # what had run by then is not lost
+        accuracy_e2e.main([*base, "--runs", "bf16,bf16_graph"])
+    assert "truth|bf16" in json.loads((tmp_path / "r.json").read_text())["comparisons"]
 
     def calibrate(prompts, scales, args):
         assert [len(p) for p in prompts] == [7, 9] and prompts != e2e.make_prompts([7, 9], TINY.vocab, 0)
