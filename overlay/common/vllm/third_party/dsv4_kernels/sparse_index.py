@@ -149,7 +149,7 @@ def _build_kernel(
         compressed_len = 0
         if compressed_block_table_ptr is not None:
             compressed_len = tl.minimum(visible // COMPRESS_RATIO, compressed_width)
-        tl.store(lens_ptr + token, _SWA_COLUMNS + compressed_len)
+        tl.store(lens_ptr + token, compressed_len + _SWA_COLUMNS)
         tl.store(visible_ptr + token, visible)
     elif compressed_block_table_ptr is not None:
         offset = (part - 1) * BLOCK + tl.arange(0, BLOCK)
@@ -167,5 +167,5 @@ def _build_kernel(
         tl.store(
             row_ptr + _SWA_COLUMNS + offset,
             tl.where(active, flat, -1),
-            mask=_SWA_COLUMNS + offset < width,
+            mask=offset + _SWA_COLUMNS < width,
         )
