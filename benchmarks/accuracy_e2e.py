@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -491,23 +492,28 @@ def main(argv: list[str] | None = None) -> int:
             meta_file.write_text(json.dumps(meta))
             chosen.write_text(json.dumps({"base": base, "run": name, "tokens": forced}))
 
+    @functools.cache
+    def arrays(name: str) -> dict[str, Any]:
+        with np.load(args.work / f"{name}.npz") as f:
+            return {k: f[k] for k in f.files}
+
+    @functools.cache
+    def compared(a: str, b: str) -> dict[str, Any]:
+        return compare(arrays(a), arrays(b), args.lengths)
+
+    where = machine()
+
     def report() -> dict[str, Any]:
         """Compare what has run so far, and write it."""
-        data: dict[str, Any] = {}
+        there = set()
         for name in RUNS:  # also those of earlier commands
-            path = args.work / f"{name}.npz"
-            meta = read_result(path, key(name)) if forced is not None else None
+            meta = read_result(args.work / f"{name}.npz", key(name)) if forced is not None else None
             if meta is None:
                 continue
-            with np.load(path) as f:
-                data[name] = {k: f[k] for k in f.files}
+            there.add(name)
             record.setdefault(name, {"ok": True, "seconds": 0.0, "reused": True})
             record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
-        comparisons = {
-            f"{a}|{b}": compare(data[a], data[b], args.lengths)
-            for a, b in PAIRS
-            if a in data and b in data
-        }
+        comparisons = {f"{a}|{b}": compared(a, b) for a, b in PAIRS if {a, b} <= there}
         rows = bars(comparisons)
         results = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -519,9 +525,9 @@ def main(argv: list[str] | None = None) -> int:
             "decode_steps": args.steps,
             "max_num_batched_tokens": args.batch,
             "continuation_run": json.loads(chosen.read_text())["run"] if forced else None,
-            "machine": machine(),
+            "machine": where,
             "runs": dict(record),
-            "reference_distributions": describe(data["truth"], args.lengths) if "truth" in data else {},
+            "reference_distributions": describe(arrays("truth"), args.lengths) if "truth" in there else {},
             "notes": {
                 "kl": "nats, over the full vocabulary, reference against run",
                 "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",
