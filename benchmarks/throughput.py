@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import child_environment, log, machine, run_child, tail
+from e2e import child_environment, import_flashinfer, log, machine, run_child, tail
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 RUNS = {
@@ -103,6 +103,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
 def child(job: dict[str, Any]) -> None:
     """One run; writes what it has to job["out"] after every measurement."""
     start = time.perf_counter()
+    import_flashinfer()
     from vllm import LLM, SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
