@@ -32,6 +32,7 @@ import collections
 import concurrent.futures
 import datetime
 import gzip
+import http.client
 import json
 import os
 import random
@@ -142,9 +143,13 @@ class Server:
         print(f"\rserves after {self.seconds:.0f} s")
         return self
 
-    def check(self) -> None:
-        if self.process.poll() is not None:
-            stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
+    def check(self, patience: float = 0.0) -> None:
+        """Stops if the server has ended, or does within `patience` seconds: its connections close first."""
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return
+        stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
 
     def healthy(self) -> bool:
         try:
@@ -187,8 +192,8 @@ def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
     pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
         list(pool.map(ask, prompts))
-    except OSError as error:  # HTTPError is one
-        server.check()
+    except (OSError, http.client.HTTPException) as error:  # HTTPError is the first, an answer cut short the second
+        server.check(patience=0 if isinstance(error, urllib.error.HTTPError) else 10)
         stop(f"the server answers a prompt with: {error}; its log is {server.log}.")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # if interrupted, the server ends before its answers

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PORT = "18765"
 VLLM = """#!{python}
-import http.server, json, os, pathlib, sys, threading
+import http.server, json, os, pathlib, socket, sys, threading, time
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 with open(os.environ["CALLS"], "a") as calls:
@@ -31,6 +31,8 @@ if arguments[0] == "serve":
                 calls.write(json.dumps(["warm-up", len(body["prompt"]), body["max_tokens"]]) + "\\n")
             print("Triton kernel JIT compilation during inference: warm_kernel.", flush=True)
             if os.environ.get("FAIL") == "server":
+                self.connection.shutdown(socket.SHUT_RDWR)  # what the client sees first
+                time.sleep(1)
                 os._exit(9)
             self.answer(500 if os.environ.get("FAIL") == "prompt" else 200)
         def answer(self, status):
