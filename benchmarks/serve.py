@@ -167,7 +167,7 @@ class Server:
         return ["".join(names) for names in COMPILED.findall(self.log.read_text(errors="replace"))]
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &
             try:
                 os.killpg(self.process.pid, number)
                 self.process.wait(timeout=60)

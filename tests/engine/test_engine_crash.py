@@ -200,6 +200,8 @@ def start_slow(repo, target, pause):
     run = subprocess.Popen(
         [sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
+        # Where a shell started the tests with &, Ctrl-C is ignored by all that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 30
     while not (target / transaction.STAGED).exists():
