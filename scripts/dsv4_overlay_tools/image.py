@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
@@ -79,8 +80,8 @@ def bake(root: Path) -> str:
     return json.dumps(file, indent=2) + "\n"
 
 
-def _run(command: list[str], *, read: bool = True) -> str:
-    """Run `command`; return its standard output, or show it. Raises Refusal(build-failed)."""
+def _run(command: list[str], *, read: bool = False) -> str:
+    """Run `command`; show its standard output, or return it. Raises Refusal(build-failed)."""
     print("+", " ".join(command), file=sys.stderr)
     done = subprocess.run(command, stdout=subprocess.PIPE if read else sys.stderr, text=True, check=False)
     if done.returncode:
@@ -90,27 +91,24 @@ def _run(command: list[str], *, read: bool = True) -> str:
 
 
 def resolve(builder: str, base: str) -> str:
-    """The digest of `base`, asked of its registry now. Raises Refusal."""
+    """The digest of `base`, asked of its registry now; empty for an image that no registry has. Raises Refusal."""
     if builder == "buildah":
         _run([builder, "pull", "--policy", "ifnewer", base])
-        digest = _run([builder, "images", "--format", "{{.Digest}}", base]).split("\n")[0]
-    else:
+        return _run([builder, "images", "--format", "{{.Digest}}", base], read=True).split("\n")[0]
+    with contextlib.suppress(Refusal):  # perhaps it is only here
         _run([builder, "pull", base])
-        digest = _run([builder, "image", "inspect", "--format", "{{index .RepoDigests 0}}", base])
-    digest = digest.rpartition("@")[2]
-    if not digest.startswith("sha256:"):
-        raise Refusal("build-failed", f"{builder} names no digest for {base}; give one: --base {base}@sha256:...")
-    return digest
+    digests = _run([builder, "image", "inspect", "--format", "{{json .RepoDigests}}", base], read=True)
+    return (json.loads(digests) or [""])[0].rpartition("@")[2]
 
 
 def main(argv: list[str], root: Path) -> int:
     """build.sh: returns 0, 1 for a refusal or a failed build, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="build.sh",
-        description="Build the image of vLLM RELEASE with the overlay. Further options go to the builder.",
+        description="Build the image of vLLM RELEASE with the overlay. Other options, after RELEASE, go to the builder.",
     )
     parser.add_argument("release", nargs="?", metavar="RELEASE")
-    parser.add_argument("--base", default="", help="build on this image: a mirror of vllm/vllm-openai, say")
+    parser.add_argument("--base", default="", help="build on this image: of a mirror, or one of your own")
     parser.add_argument("--tag", help=f"default: {NAME}:RELEASE")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these on PATH")
     parser.add_argument("--bake", action="store_true", help="print docker-bake.json and build nothing")
@@ -133,9 +131,9 @@ def main(argv: list[str], root: Path) -> int:
         command = [builder, "build", "--tag", tag, *(["--layers"] if builder == "buildah" else [])]
         for key, value in given.items():
             command += ["--build-arg", f"{key}={value}"]
-        _run([*command, *options, str(root)], read=False)
+        _run([*command, *options, str(root)])
     except Refusal as refusal:
         print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
         return 1
-    print(f"built {tag} on {given['BASE_NAME']}@{given['BASE_DIGEST']}")
+    print(f"built {tag} on {given['BASE_IMAGE']}")
     return 0

@@ -19,6 +19,7 @@ CACHE_DTYPES = {
 HEADS = {"DeepSeek-V4-Flash": 64, "DeepSeek-V4-Pro": 128}
 MAX_CONTEXT = 1 << 20
 GPUS = 8  # in one machine
+EXAMPLE = "registry.example.com/"
 KEYS = ("IMAGE", "RELEASE", "MODEL", "GPU", "TENSOR_PARALLEL_SIZE", "ATTENTION_BACKEND", "KV_CACHE_DTYPE",
         "MAX_MODEL_LEN")  # fmt: skip
 
@@ -83,6 +84,10 @@ def check(root: Path, settings: dict[str, str]) -> None:
             raise Wrong(f"{key} is no setting; the settings are {', '.join(KEYS)}.")
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*(:\d+/[a-z0-9._/-]+)?", settings["IMAGE"]):
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}; write a repository without a tag, which is RELEASE.")
+    if settings["IMAGE"].startswith(EXAMPLE):
+        raise Wrong(f"IMAGE is {settings['IMAGE']!r}, an example; write where the image of docker/build.sh is.")
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", settings["GPU"]):
+        raise Wrong(f"GPU is {settings['GPU']!r}; write the label nvidia.com/gpu.product of the nodes.")
     _one_of(settings, "RELEASE", releases(root))
     backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
     _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")
@@ -106,8 +111,10 @@ def main(argv: list[str], root: Path) -> int:
                         "folder with settings.yaml")  # fmt: skip
     args = parser.parse_args(argv)
     folder = variants / args.variant
+    if not folder.is_dir():
+        folder = Path(args.variant)
     try:
-        check(root, read((folder if folder.is_dir() else Path(args.variant)) / "settings.yaml"))
+        check(root, read(folder / "settings.yaml"))
     except Wrong as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 1

@@ -78,6 +78,44 @@ def test_refusals(arguments, words, tmp_path):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr
 
 
+DOCKER = """#!/bin/sh
+echo "$@" >> calls
+case "$1 $2" in
+"pull registry/"*) echo layers ;;
+"pull "*) echo pull access denied >&2; exit 1 ;;
+"image inspect")
+    case "$5" in registry/*) echo '["registry/it@sha256:12"]' ;; mine) echo '[]' ;; *) exit 1 ;; esac ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "base, built_on",
+    [
+        ("registry/it:1", "registry/it:1@sha256:12"),
+        ("mine", "mine"),
+        ("it@sha256:34", "it@sha256:34"),
+        ("none", None),
+    ],
+)
+def test_a_base_of_a_registry_or_of_ones_own(base, built_on, tmp_path):
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [ROOT / "docker/build.sh", RELEASE, "--builder", "docker", "--base", base],
+        capture_output=True, text=True, cwd=tmp_path, env=env,
+    )  # fmt: skip
+    calls = (tmp_path / "calls").read_text()
+    if built_on is None:
+        assert done.returncode == 1 and "error: build-failed: docker image ended with 1; " in done.stderr
+        assert "build --tag" not in calls
+    else:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"built vllm-dsv4-overlay:{RELEASE} on {built_on}\n"
+        assert f" --build-arg BASE_IMAGE={built_on} " in calls
+
+
 # ---------------------------------------------------------------- with buildah
 
 

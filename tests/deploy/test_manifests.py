@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_strictly_valid(variant):
     for resource in resources.values():
         validate(resource)
     workload = "LeaderWorkerSet" if variant == "h200x8x2" else "Deployment"
+    if workload == "LeaderWorkerSet":  # makes a headless service of its own name, if there is none of it
+        assert resources[workload]["metadata"]["name"] != resources["Service"]["metadata"]["name"]
+        size = resources[workload]["spec"]["leaderWorkerTemplate"]["size"]
+        assert resources["PodDisruptionBudget"]["spec"]["maxUnavailable"] == size
+    else:
+        probe = pods(resources)["server"]["spec"]["containers"][0]["startupProbe"]
+        start = probe["periodSeconds"] * probe["failureThreshold"]
+        assert resources[workload]["spec"]["progressDeadlineSeconds"] > start
     others = {"Service", "PodDisruptionBudget", "ServiceMonitor", "NetworkPolicy", "models", "jit-cache"}
     assert set(resources) == {workload, *others}
 
@@ -159,7 +168,20 @@ def test_parts_fit_together(variant):
                 assert container[name]["httpGet"] == {"path": "/health", "port": "http"}
         else:
             assert "--headless" in container["args"]
-            assert container["lifecycle"]["preStop"]["sleep"]["seconds"] > drain
+            assert f"range({drain + 20})" in container["lifecycle"]["preStop"]["exec"]["command"][2]
+
+
+@needs_kustomize
+def test_a_worker_stops_when_its_leader_has():
+    (container,) = pods(rendered("h200x8x2"))["worker"]["spec"]["containers"]
+    _, option, code = container["lifecycle"]["preStop"]["exec"]["command"]
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        port = str(leader.getsockname()[1])
+        waiting = subprocess.Popen([sys.executable, option, code.replace("8000", port)],
+                                   env={"LWS_LEADER_ADDRESS": "127.0.0.1"})  # fmt: skip
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=4)
+    assert waiting.wait(timeout=10) == 0
 
 
 # ---------------------------------------------------------------- the check of the settings
@@ -167,8 +189,8 @@ def test_parts_fit_together(variant):
 
 @pytest.fixture
 def variant(tmp_path):
-    """A folder with the settings of h200x8, and run(old=new): the check after that change."""
-    good = (FOLDER / "h200x8/settings.yaml").read_text()
+    """A folder with the settings of h200x8 and an image, and run(old, new): the check after that change."""
+    good = (FOLDER / "h200x8/settings.yaml").read_text().replace("registry.example.com", "registry.mine.org")
 
     def run(old, new):
         assert old in good
@@ -179,10 +201,14 @@ def variant(tmp_path):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_pass_the_check(name):
+def test_variants_lack_an_image_only(name, tmp_path):
     done = subprocess.run([FOLDER / "check.sh", name], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "") and "IMAGE is 'registry.example.com/" in done.stderr
+    settings = (FOLDER / name / "settings.yaml").read_text()
+    (tmp_path / "settings.yaml").write_text(settings.replace("registry.example.com", "registry.mine.org"))
+    done = subprocess.run([FOLDER / "check.sh", tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"kubectl apply -k {FOLDER / name}" in done.stdout
+    assert f"kubectl apply -k {tmp_path}\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -200,6 +226,8 @@ def test_variants_pass_the_check(name):
         ("deepseek-ai/DeepSeek-V4-Flash", "/models/mine", "whose number of attention heads is unknown; write"),
         ('overlay"', 'overlay:latest"', "write a repository without a tag"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
+        ("NVIDIA-H200", "NVIDIA H200", "GPU is 'NVIDIA H200'; write the label"),
+        ("registry.mine.org", "registry.example.com", "an example; write where"),
         ('  GPU: "', '  GPUS: "8"\n  GPU: "', "GPUS is no setting; the settings are "),
         ('  GPU: "', '  RELEASE: "0.22.1"\n  GPU: "', "RELEASE is there twice; remove one."),
         ('SIZE: "8"', "SIZE: 8", "'TENSOR_PARALLEL_SIZE: 8' is not of the form KEY: \"value\"."),
@@ -213,7 +241,7 @@ def test_wrong_settings(variant, old, new, words):
 
 def test_other_settings(variant, tmp_path):
     assert variant('"fp8_per_tensor"', '"bfloat16"  # as exact as it gets').returncode == 0
-    assert variant("registry.example.com/", "localhost:5000/team/").returncode == 0
+    assert variant("registry.mine.org/", "localhost:5000/team/").returncode == 0
     (tmp_path / "config.json").write_text('{"num_attention_heads": 12}')
     done = variant("deepseek-ai/DeepSeek-V4-Flash", str(tmp_path))
     assert "does not divide the 12 attention heads" in done.stderr
