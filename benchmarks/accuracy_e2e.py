@@ -67,6 +67,7 @@ from e2e import (
     make_prompts,
     positions,
     run_child,
+    software,
     summary,
     tail,
 )
@@ -429,7 +430,8 @@ def main(argv: list[str] | None = None) -> int:
     prompts = make_prompts(args.lengths, vocab, args.seed)
     index = Path(args.model) / "model.safetensors.index.json"
     model_key = [config, index.stat().st_mtime_ns if index.exists() else 0]
-    base = key_of(model_key, prompts, args.steps, args.tp)
+    where = machine()
+    base = key_of(model_key, prompts, args.steps, args.tp, software(where))
 
     # The continuation: written by the first run that succeeds, `truth` where it can.
     chosen = args.work / "continuation.json"
@@ -500,8 +502,6 @@ def main(argv: list[str] | None = None) -> int:
     @functools.cache
     def compared(a: str, b: str) -> dict[str, Any]:
         return compare(arrays(a), arrays(b), args.lengths)
-
-    where = machine()
 
     def report() -> dict[str, Any]:
         """Compare what has run so far, and write it."""

@@ -250,4 +250,18 @@ def machine() -> dict[str, Any]:
     if spec and spec.submodule_search_locations:
         record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
         found["overlay"] = json.loads(record.read_text()) if record.exists() else None
+    found["environment"] = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     return found
+
+
+def software(where: dict[str, Any]) -> dict[str, Any]:
+    """Of `machine()`, what has to be the same for results to be of one comparison."""
+    return {key: where.get(key) for key in ("versions", "overlay", "environment")}
+
+
+def kept(out: Path, where: dict[str, Any]) -> dict[str, Any]:
+    """The results that `out` holds already; ends the script if they are of other software."""
+    results = json.loads(out.read_text()) if out.exists() else {}
+    if results and software(results.get("machine", {})) != software(where):
+        sys.exit(f"error: {out} holds results of another vLLM, overlay or environment; give another --out.")
+    return results

@@ -52,6 +52,7 @@ from e2e import (
     child_environment,
     compare_top,
     import_flashinfer,
+    kept,
     log,
     machine,
     make_prompts,
@@ -751,9 +752,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    results = json.loads(args.out.read_text()) if args.out.exists() else {"steps": {}}
+    where = machine()
+    results = {"steps": {}} | kept(args.out, where)
     steps = results["steps"].setdefault(args.backend, {})
-    results |= {"machine": machine(), "not_run": NOT_RUN}
+    results |= {"machine": where, "not_run": NOT_RUN}
     gpus, writing = visible_gpus(), threading.Lock()
 
     def finish(name: str, result: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many pro
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
 other on the same GPUs. Each measurement comes after one that does not count, of as many prompts of
 the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps
-are the same. What Triton or TileLang still compile while the clock runs, the result names. What is in
---work is not measured again, so an interrupted command can be given once more; --output-len and
---concurrency make it shorter, and the result says so. --profile adds, with the first concurrency, the
+are the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
+TileLang, DeepGEMM and FlashInfer), the result names. What is in --work is not measured again, so an
+interrupted command can be given once more; --output-len and --concurrency make it shorter, and the
+result says so. --profile adds, with the first concurrency, the
 share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
 
 Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
@@ -60,12 +61,11 @@ RUNS = {
 }
 # Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
 ATTENTION = re.compile(
-    "flash_fwd|flash_mla|mla_combine|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
+    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 PROFILED_STEPS = 8
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
-COMPILED = re.compile(r"JIT compilation during inference: (\w+)|TileLang begins to compile kernel `(\w+)`")
 # Key in the result of `vllm bench serve`, heading, factor.
 COLUMNS = [
     ("duration", "s", 1.0),
@@ -162,10 +162,6 @@ class Server:
         found = CAPACITY.findall(self.log.read_text(errors="replace"))
         return int(found[-1].replace(",", "")) if found else 0
 
-    def compiled(self) -> list[str]:
-        """The kernels whose compilation the log tells of so far; Triton's each once."""
-        return ["".join(names) for names in COMPILED.findall(self.log.read_text(errors="replace"))]
-
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &
             try:
@@ -173,6 +169,16 @@ class Server:
                 self.process.wait(timeout=60)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+
+
+def compiled() -> set[str]:
+    """What Triton, TileLang, DeepGEMM and FlashInfer have compiled so far: libraries in their caches."""
+    home, given = Path.home(), os.environ.get
+    cache = Path(given("XDG_CACHE_HOME", home / ".cache"))
+    folders = [given("TRITON_CACHE_DIR", home / ".triton"), given("TILELANG_CACHE_DIR", home / ".tilelang"),
+               given("VLLM_CACHE_ROOT", cache / "vllm"), cache / "flashinfer"]  # fmt: skip
+    files = (file for folder in folders for file in Path(folder).rglob("*"))
+    return {"/".join(file.parts[-2:]) for file in files if file.suffix in (".cubin", ".so")}
 
 
 def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
@@ -260,23 +266,20 @@ def measure(args: argparse.Namespace, name: str) -> None:
         for number, count in enumerate(missing, 1):
             print(f"{name}: {count} at once, {number} of {len(missing)}", flush=True)
             warm_up(args, server, count)
-            before = len(server.compiled())
+            before = compiled()
             found = bench(args, server, count, args.output_len)
-            found["compiled"] = sorted(set(server.compiled()[before:]))
+            found["compiled"] = sorted(compiled() - before)
             write(args.work / f"{name}-{count}.json", found)
         if profiles:
             output = profile_delay(args) + 4 * PROFILED_STEPS
             bench(args, server, args.concurrency[0], output, "--profile")
 
 
-def collect(args: argparse.Namespace) -> dict[str, Any]:
-    from e2e import machine
-
+def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+        "machine": where,
         "weights": "dummy" if args.dummy else "real",
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": args.input_len,
@@ -364,12 +367,14 @@ def main() -> None:
     if args.dummy:
         write_dummy(args.dummy)
         args.model = str(args.dummy)
+    from e2e import machine
+
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
+    keys = ("model", "dummy", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
             "max_model_len")  # fmt: skip
-    question = {key: getattr(args, key) for key in keys}
+    question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
     asked = args.work / "question.json"
     if asked.exists() and json.loads(asked.read_text()) != question:
         stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
@@ -377,7 +382,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
     for name in args.runs:
         measure(args, name)
-    result = collect(args)
+    result = collect(args, question["machine"])
     write(args.out, result)
     print(table(result))
 

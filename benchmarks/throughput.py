@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import child_environment, import_flashinfer, log, machine, run_child, tail
+from e2e import child_environment, import_flashinfer, kept, log, machine, run_child, tail
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 RUNS = {
@@ -274,7 +274,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[str, Any]:
-    """What the child needs to know. `context`: the one that an earlier run settled on."""
+    """What the child needs to know. `context`: the one that another run settled on."""
     fill_steps = math.ceil(max(args.batches) * args.context / args.batch_tokens)
     # The first request decodes while the others are filled in, and in every window.
     decode_tokens = 2 * fill_steps + 64 + len(args.batches) * (WARM_STEPS + (WINDOWS + 2) * WINDOW_STEPS)
@@ -311,12 +311,13 @@ def main(argv: list[str] | None = None) -> int:
         "kv_gib": args.kv_gib,
         "compiled": args.compiled,
     }
-    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    where = machine()
+    results = kept(args.out, where)
     if results.get("settings") != settings:
         results = {"settings": settings, "runs": {}}
     runs = results["runs"]
     for name in args.runs:
-        context = None if name == "flashmla" else runs.get("flashmla", {}).get("context")
+        context = next((r["context"] for other, r in runs.items() if other != name and r.get("context")), None)
         job = make_job(args, name, context)
         Path(job["out"]).unlink(missing_ok=True)
         job_file, log_file = args.work / f"{name}.job.json", args.work / f"{name}.log"
@@ -331,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         if not runs[name]["ok"]:
             print(tail(log_file), flush=True)
         ratios, text = report(runs, args.batches)
-        results |= {"machine": machine(), "ratio_to_flashmla": ratios}
+        results |= {"machine": where, "ratio_to_flashmla": ratios}
         args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(text, flush=True)
     print(f"results in {args.out}")

@@ -105,7 +105,7 @@ def main(argv: list[str], root: Path) -> int:
     """build.sh: returns 0, 1 for a refusal or a failed build, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="build.sh",
-        description="Build the image of vLLM RELEASE with the overlay. Other options, after RELEASE, go to the builder.",
+        description="Build vLLM RELEASE's image with the overlay. Other options, given last, go to the builder.",
     )
     parser.add_argument("release", nargs="?", metavar="RELEASE")
     parser.add_argument("--base", default="", help="build on this image: of a mirror, or one of your own")
