@@ -22,7 +22,8 @@ def stop(code, message):
         import json
 
         error = {"code": code, "message": message, "path": None, "line": None}
-        report = {"release": None, "target": None, "kind": None, "state": "unknown", "files": []}
+        report = {"release": None, "target": None, "kind": None, "commit": None, "state": "unknown", "files": [],
+                  "notes": []}
         print(json.dumps({**report, "error": error}, indent=1))
     else:
         print(f"error: {code}: {message}", file=sys.stderr)
@@ -42,7 +43,7 @@ def build(folder):
     ]
     if shutil.which("uv"):  # Debian's Python has no ensurepip unless python3-venv is installed
         ways.append((
-            ["uv", "venv", "--quiet", "--python", sys.executable, str(folder)],
+            ["uv", "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)],
             ["uv", "pip", "install", "--quiet", "--require-hashes", "--python", str(python), "-r",
              str(REQUIREMENTS)],
         ))
@@ -95,4 +96,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop("interrupted", "Interrupted; run again.")

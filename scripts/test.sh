@@ -32,9 +32,13 @@ if [ ! -e "$RAY_PACKAGES" ]; then
     mv "$RAY_PACKAGES.part" "$RAY_PACKAGES"
 fi
 
+exec 9>&- # everything is there
+
 run() { # RELEASE, options of pytest
     # Not PYTHONPATH: the tests of --installed are about what another Python imports.
-    VLLM_SOURCE=$(applied "$1") "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"
+    local tree
+    tree=$(applied "$1")
+    VLLM_SOURCE=$tree "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"
 }
 
 if [ $# -gt 0 ]; then

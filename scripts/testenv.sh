@@ -4,7 +4,14 @@ set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-dsv4-overlay
 
-command -v python3 >/dev/null || { echo "There is no python3 on PATH; install Python 3.10 or newer." >&2; exit 1; }
+# vLLM's own requirements have wheels for these.
+case $(python3 -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null) in
+3.11 | 3.12) ;;
+*) echo "error: python3 on PATH is not Python 3.11 or 3.12; put one of them first on PATH." >&2; exit 1 ;;
+esac
+mkdir -p "$cache"
+exec 9>"$cache/test.lock"
+flock 9 # against another first run; gone with the process, however that ends
 key=$({ cat "$repo/requirements-test.txt"; python3 -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum)
 venv=$cache/test-${key:0:16}
 if [ ! -e "$venv/complete" ]; then
@@ -16,13 +23,13 @@ if [ ! -e "$venv/complete" ]; then
 fi
 python=$venv/bin/python
 
-applied() {
+applied() { # `set -e` does not hold in $(applied)
     local tree=${2:-$cache/vllm-$1} apply=$repo/scripts/apply-patches.sh
     if [ ! -e "$tree/vllm/__init__.py" ]; then
-        "$apply" --fetch "$1" "$tree" | tail -n 1 >&2
+        "$apply" --fetch "$1" "$tree" | tail -n 1 >&2 || return
     elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited
-        "$apply" --revert "$tree" >/dev/null
-        "$apply" "$tree" | tail -n 1 >&2
+        "$apply" --revert "$tree" >/dev/null || return
+        "$apply" "$tree" | tail -n 1 >&2 || return
     fi
-    echo "$tree"
+    realpath "$tree"
 }

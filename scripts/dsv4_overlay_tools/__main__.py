@@ -22,4 +22,9 @@ if __name__ == "__main__":
         from dsv4_overlay_tools.manifests import main
     else:
         from dsv4_overlay_tools.maintain import check_main as main
-    sys.exit(main(arguments, scripts.parent))
+    try:
+        sys.exit(main(arguments, scripts.parent))
+    except OSError as error:
+        sys.exit(f"error: not-readable: {error.filename}: {error.strerror}.")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted: Interrupted; run again.")

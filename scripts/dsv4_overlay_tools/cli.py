@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from . import fetch, transaction
 from .errors import Refusal
 from .series import Series, find_series, load_series, release_folders
@@ -92,13 +88,8 @@ class Report:
         if as_json:
             print(json.dumps(data, indent=1))
         elif data["files"] or not data["error"]:
-            table = Table(box=None, pad_edge=False, show_header=False)
             for file in data["files"]:
-                table.add_row(Text(file["action"], "bold"), Text(file["path"], no_wrap=True))
-            console = Console(highlight=False, markup=False, soft_wrap=True)
-            if not console.is_terminal:
-                console.width = 400  # a log has no edge: never cut a path
-            console.print(table)
+                print(f"{file['action']:12}  {file['path']}")
             print(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
                   f"in {data['target']}: {data['state']}")
         for note in () if as_json else data["notes"]:
@@ -130,16 +121,18 @@ def _series_for(root: Path, target: Target) -> Series:
     return transaction.as_built(find_series(root, target.release), target.root)
 
 
-def _survey(report: Report, root: Path, target: Target, series: Series | None) -> None:
-    """Report an applied tree file by file. Raises Refusal(edited-since-apply)."""
+def _survey(
+    report: Report, root: Path, target: Target, series: Series | None, good: tuple[str, ...] = ("after",)
+) -> None:
+    """Report an applied tree file by file. Raises Refusal(edited-since-apply) unless all are in a `good` state."""
     first = None
     for entry, state, found in transaction.survey(target.root):
-        if state == "after":
+        if state in good:
             report.add(entry["path"], entry["action"])
             continue
         report.add(entry["path"], "missing" if found is None else "edited")
         if first is None:
-            first = transaction.edited(target.root, entry, found, root, series)
+            first = transaction.edited(target.root, entry, state, found, root, series)
     if first:
         report.data["state"] = "drifted"
         raise first
@@ -149,7 +142,13 @@ def _survey(report: Report, root: Path, target: Target, series: Series | None) -
 def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
     data = report.data
     data["target"] = str(args.target.absolute()) if args.target else None
-    pins = [load_series(folder) for folder in release_folders(root)]
+    pins = []
+    for folder in release_folders(root):
+        try:
+            pins.append(load_series(folder))
+        except Refusal:  # what is applied can be told, and taken off, without any series
+            if args.mode not in ("status", "revert"):
+                raise
     if args.fetch:
         data["release"] = args.fetch
         fetch.fetch(find_series(root, args.fetch), args.fetch, args.target)
@@ -214,6 +213,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         if refusal.code != "bad-series":
             data["state"] = "drifted"
         raise
+    if mode == "check":
+        transaction.check_writable(target.root, [change.real for change in plan.changes])
     data["state"] = "clean"
     verbs = {
         "apply": {},
@@ -243,7 +244,7 @@ def _revert(root: Path, report: Report, target: Target) -> None:
             series = _series_for(root, target)
         except Refusal:
             series = None  # only helps to name a line; the record suffices to revert
-        _survey(report, root, target, series)
+        _survey(report, root, target, series, ("after", "before"))
         transaction.revert(target.root)
         for file in data["files"]:
             file["action"] = "removed" if file["action"] == "added" else "restored"
@@ -272,6 +273,6 @@ def main(argv: list[str], root: Path) -> int:
     except OSError as error:
         report.refuse(Refusal("not-readable", f"{error.filename}: {error.strerror}."))
     except KeyboardInterrupt:
-        report.refuse(Refusal("interrupted", "Interrupted; everything was put back."))
+        report.refuse(Refusal("interrupted", "Interrupted; --status says what is applied."))
     report.print(as_json)
     return 1 if report.data["error"] else 0

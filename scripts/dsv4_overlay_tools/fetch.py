@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -48,9 +49,10 @@ def _file_sha256(path: Path) -> str:
 
 
 def pip_sources() -> dict[str, list[str]]:
-    """Where pip would look: its index-url, extra-index-url, find-links, trusted-host and cert.
+    """Where pip would look: its index-url, extra-index-url, no-index, find-links, trusted-host and cert.
 
     Asked of pip itself, so that its files and PIP_* variables count as they do for `pip install`.
+    Raises Refusal(download-failed) if there is no pip to ask.
     """
     done = subprocess.run(
         [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "config", "list"],
@@ -58,6 +60,9 @@ def pip_sources() -> dict[str, list[str]]:
         text=True,
         check=False,
     )
+    if done.returncode:
+        raise Refusal("download-failed", f"{sys.executable} has no pip that could name its index; remove "
+                      f"{Path(sys.prefix)}, which the next run makes anew.")  # fmt: skip
     found: dict[str, tuple[int, list[str]]] = {}
     for line in done.stdout.split("\n"):
         key, _, value = line.partition("=")
@@ -70,6 +75,10 @@ def pip_sources() -> dict[str, list[str]]:
     return {name: values for name, (_, values) in found.items()}
 
 
+def _without_passwords(text: str) -> str:
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
 def _download(release: str, folder: Path) -> Path:
     """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
     import unearth  # half a second that only a download should cost
@@ -78,6 +87,8 @@ def _download(release: str, folder: Path) -> Path:
     sources = pip_sources()
     indexes = sources.get("index-url", ["https://pypi.org/simple/"])
     # pip skips a local index or folder that is not there; unearth would stop at it.
+    if sources.get("no-index", ["0"])[0].lower() in ("1", "true", "yes", "on"):
+        indexes, sources = [], sources | {"extra-index-url": []}
     extra = [url for url in sources.get("extra-index-url", []) if not url.startswith("file:")
              or Path(url.removeprefix("file://"), "vllm").is_dir()]
     links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
@@ -97,8 +108,10 @@ def _download(release: str, folder: Path) -> Path:
             if best is None:
                 raise Refusal(
                     "download-failed",
-                    f"No source archive of vLLM {release} at {', '.join(indexes + extra)}; check "
-                    "pip's index configuration.",
+                    _without_passwords(
+                        f"No source archive of vLLM {release} at {', '.join(indexes + extra + links)}; "
+                        "check pip's index configuration."
+                    ),
                 )
             with _progress(f"vllm-{release}.tar.gz") as report:
                 return finder.download(best.link, folder, download_reporter=report)
@@ -107,8 +120,10 @@ def _download(release: str, folder: Path) -> Path:
     except Exception as error:  # unearth lets the errors of its HTTP and TLS libraries through
         raise Refusal(
             "download-failed",
-            f"Downloading vLLM {release} failed ({type(error).__name__}: {error}); check the "
-            "network and pip's index configuration.",
+            _without_passwords(
+                f"Downloading vLLM {release} failed ({type(error).__name__}: {error}); check the "
+                "network and pip's index configuration."
+            ),
         ) from error
 
 
@@ -197,6 +212,12 @@ def fetch(series: Series, release: str, target: Path) -> None:
             f"{target} exists and is not an empty folder; --fetch needs a new one.",
             path=str(target),
         )
+    if target.is_mount():
+        what = f"{target} is a mount point, which cannot be replaced; give a new folder in it."
+        raise Refusal("not-writable", what, path=str(target))
+    above = next(folder for folder in target.parents if folder.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise Refusal("not-writable", f"{above} is not writable; run as its owner.", path=str(above))
     source = archive(series, release)
     # Unpacked beside its place and renamed, so that TARGET is never there in part. The name is
     # fixed so that a killed run's leftovers are found and removed by the next.

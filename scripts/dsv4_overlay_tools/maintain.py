@@ -43,6 +43,9 @@ BUILT = re.compile(r"(^|/)__pycache__/|\.(pyc|so)$|^vllm/_version\.py$")
 
 
 def pristine_from_folder(folder: Path) -> dict[str, bytes]:
+    """The files below vllm/ in `folder`. Raises Refusal(not-vllm)."""
+    if not (folder / "vllm/__init__.py").is_file():
+        raise Refusal("not-vllm", f"{folder} holds no vLLM; give the folder of an unpacked source archive.")
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in (folder / "vllm").rglob("*")
@@ -301,7 +304,7 @@ def _imports(path: str, source: bytes, lines: Iterable[int] | None = None) -> se
     wanted = None if lines is None else set(lines)
     package = path.rpartition("/")[0].split("/")
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, path)):
         if wanted is not None and not (
             hasattr(node, "lineno") and wanted & set(range(node.lineno, node.end_lineno + 1))
         ):
@@ -377,10 +380,18 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
 
 
 def upstream_sign(patch: Patch, pristine: dict[str, bytes]) -> str | None:
-    """The first path:line that matches the Upstream-Sign of `patch`: what it does is already there."""
+    """The first path:line that matches the Upstream-Sign of `patch`: what it does is already there.
+
+    Raises Refusal(bad-series).
+    """
     if sign := patch.fields.get("Upstream-Sign"):
+        try:
+            pattern = re.compile(sign.encode(), re.MULTILINE)
+        except re.error as error:
+            what = f"{patch.name}: Upstream-Sign is not a regular expression ({error})."
+            raise Refusal("bad-series", what) from None
         for path, data in sorted(pristine.items()):
-            if path.endswith(".py") and (match := re.search(sign.encode(), data, re.MULTILINE)):
+            if path.endswith(".py") and (match := pattern.search(data)):
                 return f"{path}:{data.count(10, 0, match.start()) + 1}"
     return None
 
@@ -414,8 +425,8 @@ def check(
         try:
             if signed := upstream_sign(patch, pristine):
                 problems.append(f"{patch.name}: Upstream-Sign is already in {signed}")
-        except re.error as error:
-            problems.append(f"{patch.name}: Upstream-Sign is not a regular expression ({error})")
+        except Refusal as refusal:
+            problems.append(refusal.message)
         if not patch.diffs:
             problems.append(f"{patch.name} changes nothing")
         touched = {diff.path for diff in patch.diffs}
@@ -457,9 +468,12 @@ def check(
     if total > MAX_ADDED_LINES:
         problems.append(f"the series adds {total} lines to vLLM; at most {MAX_ADDED_LINES} are "
                         "allowed: move code into overlay/")
-    problems += [f"{overlay[path].source.relative_to(root)} is used by nothing"
-                 for path in unused_overlay(overlay, roots)]
-    problems += _kernel_problems(overlay)
+    try:
+        problems += [f"{overlay[path].source.relative_to(root)} is used by nothing"
+                     for path in unused_overlay(overlay, roots)]
+        problems += _kernel_problems(overlay)
+    except (SyntaxError, ValueError) as error:
+        problems.append(f"{error.filename}: invalid Python: {error.msg}, line {error.lineno}")
     for release, sources in others.items():
         for patch in series.of(release).patches:
             for diff in patch.diffs:

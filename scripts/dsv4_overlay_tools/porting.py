@@ -7,6 +7,8 @@ import ast
 import difflib
 import re
 import sys
+import tarfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,17 +178,21 @@ def check_release_main(argv: list[str], root: Path) -> int:
     parser.add_argument("--pristine", metavar="DIR", type=Path, help="the unpacked source, instead of fetching it")
     args = parser.parse_args(argv)
     try:
-        Version(args.release)
+        args.release = str(Version(args.release))
         base = find_series(root, args.base) if args.base else nearest_series(root, args.release)
         if args.pristine:
             pristine, origin = pristine_from_folder(args.pristine), str(args.pristine)
         else:
-            archive = fetch.unpinned(args.release)
+            pinned = args.release in base.sdists
+            archive = fetch.archive(base, args.release) if pinned else fetch.unpinned(args.release)
             pristine, origin = pristine_from_archive(archive), f"sha256 {sha256(archive.read_bytes())}"
     except InvalidVersion:
         parser.error(f"{args.release} is not a release like 0.23.0")
     except Refusal as refusal:
         print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
+        return 2
+    except (tarfile.TarError, zlib.error, EOFError):
+        print(f"error: archive-mismatch: {archive} is damaged; remove it and run again.", file=sys.stderr)
         return 2
     findings = check_release(root, base, pristine)
     print(f"vLLM {args.release} ({origin}) against the series of {base.release}")

@@ -247,6 +247,8 @@ def order(folder: Path) -> list[str]:
         text = (folder / "series").read_text("utf-8")
     except OSError as error:
         raise _bad(str(folder / "series"), f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise _bad(str(folder / "series"), f"is not UTF-8 ({error})") from None
     lines = (line.partition("#")[0].strip() for line in text.split("\n"))
     return [line for line in lines if line]
 
@@ -262,6 +264,8 @@ def load_series(folder: Path) -> Series:
         sdists = {toml["release"]: toml["sdist_sha256"]}
         moved = {}
         for served in toml.get("serves", []):
+            if "sdist_sha256" not in toml.get("also", {}).get(served, {}):
+                raise _bad(str(pins), f"[also.\"{served}\"] needs sdist_sha256, the one of its source archive")
             sdists[served] = toml["also"][served]["sdist_sha256"]
             moved[served] = dict(toml["also"][served].get("files", {}))
         rebuilt = {}

@@ -229,6 +229,6 @@ def check_index(target: Target, series: Series) -> None:
                 raise Refusal(
                     "wrong-release",
                     f"HEAD is at vLLM {target.release} but the index holds {path} of {tag}; run "
-                    f"'git reset --hard {series.git_tag}' or check out one release.",
+                    "'git reset --hard' or check out one release.",
                     path=path,
                 )

@@ -396,7 +396,7 @@ def _empty(folder: Path) -> None:
         os.rmdir(folder)
 
 
-def _check_writable(root: Path, places: list[Path]) -> None:
+def check_writable(root: Path, places: list[Path]) -> None:
     for folder in sorted({place.parent for place in places} | {root / "vllm"}):
         while not folder.exists():
             folder = folder.parent
@@ -415,7 +415,7 @@ def apply(plan: Plan) -> None:
     half-applied if it could not put it back either.
     """
     root = plan.root
-    _check_writable(root, [change.real for change in plan.changes])
+    check_writable(root, [change.real for change in plan.changes])
     try:
         # staged/ exists before originals/ and goes before the record comes: originals alone
         # (somebody deleted the record) can be told from a run that never got to its journal.
@@ -558,11 +558,17 @@ def survey(root: Path) -> list[tuple[dict, str, bytes | None]]:
 
 
 def edited(
-    root: Path, entry: dict, found: bytes | None, repo_root: Path, series: Series | None
+    root: Path, entry: dict, state: str, found: bytes | None, repo_root: Path, series: Series | None
 ) -> Refusal:
     """The refusal for an entry that is no longer as applied, with the line if it can be told."""
     path = entry["path"]
     line = None
+    if state == "before":
+        return Refusal(
+            "edited-since-apply",
+            f"{path} is as before the overlay was applied (git reset?); run --revert, which takes off the rest.",
+            path=path,
+        )
     if found is None:
         what = "is gone or no longer a plain file"
     else:
@@ -623,16 +629,19 @@ def recover(root: Path) -> None:
     if state_of(root) == "changing":
         _restore(root)
     elif (root / STATE_DIR).exists():
+        _refuse_strangers(root)
         _clear(root)
 
 
 def revert(root: Path) -> None:
-    """Take the overlay off an applied tree; the caller has seen that no file was edited.
+    """Take the overlay off an applied tree. If interrupted, does so all the same.
 
-    Raises Refusal: not-writable before anything is changed, half-applied if it fails on the way.
+    Raises Refusal: half-applied if it fails on the way; before anything is changed not-writable, and what
+    _restorable() says.
     """
     record, _ = read_record(root)
-    _check_writable(root, [resolve(root, entry["path"]) for entry in record["files"]])
+    check_writable(root, [resolve(root, entry["path"]) for entry in record["files"]])
+    _restorable(root)
     try:
         os.replace(root / RECORD, root / JOURNAL)
         _sync(root / STATE_DIR)
@@ -644,21 +653,44 @@ def revert(root: Path) -> None:
             "states: make room and run --revert again.",
             path=str(error.filename or root),
         ) from error
+    except KeyboardInterrupt:
+        if state_of(root) != "applied":
+            recover(root)
+        raise
+
+
+def _refuse_strangers(root: Path) -> None:
+    ours = {Path(path).name for path in (STAGED, ORIGINALS, JOURNAL, JOURNAL + ".tmp", RECORD)}
+    for item in sorted((root / STATE_DIR).iterdir()):
+        if item.name not in ours | {"__pycache__"}:
+            path = f"{STATE_DIR}/{item.name}"
+            what = f"{path} in {root} is not from this overlay; move it away."
+            raise Refusal("file-in-the-way", what, path=path)
+
+
+def _restorable(root: Path) -> list[tuple[dict, str, bytes | None]]:
+    """survey() of a tree that can be put back as it was.
+
+    Raises Refusal: edited-since-apply, record-lost if an original is gone or damaged, file-in-the-way.
+    """
+    found = survey(root)
+    for entry, state, data in found:
+        if state in ("edited", "missing"):
+            raise edited(root, entry, state, data, root, None)
+        kept, pin = root / _kept(ORIGINALS, entry["path"]), entry["sha256_before"]
+        if state == "after" and pin and not (kept.is_file() and sha256(kept.read_bytes()) == pin):
+            raise Refusal(
+                "record-lost", f"{kept} is gone or damaged; install vLLM afresh.", path=entry["path"]
+            )
+    _refuse_strangers(root)
+    return found
 
 
 def _restore(root: Path) -> None:
     """Put everything in the journal back. Whatever is already back is left as it is, so a crash in
     here is mended by running it again."""
     record, _ = read_record(root)
-    found = survey(root)
-    for entry, state, data in found:
-        kept = root / _kept(ORIGINALS, entry["path"])
-        if state in ("edited", "missing"):
-            raise edited(root, entry, data, root, None)
-        if state == "after" and entry["sha256_before"] and not kept.is_file():
-            raise Refusal(
-                "record-lost", f"{kept} is gone; install vLLM afresh.", path=entry["path"]
-            )
+    found = _restorable(root)
     (root / STAGED).mkdir(exist_ok=True)
     for entry, state, _ in found:
         real = resolve(root, entry["path"])

@@ -17,7 +17,6 @@ from smallworld import (
     Engine,
     copy,
     git,
-    make_repo,
     make_target,
     sha256,
     snapshot,
@@ -331,13 +330,6 @@ def test_the_report_keys_are_there_on_success_and_refusal(engine, tmp_path):
     keys = {"release", "target", "kind", "state", "files", "error"}
     assert keys <= engine.ok(make_target(tmp_path / "t", "source")).keys()
     assert keys <= engine(tmp_path / "absent")[1].keys()
-
-
-def test_a_long_path_is_not_cut(tmp_path, capsys):
-    long = "vllm/" + "a" * 120 + ".py"
-    repo = make_repo(tmp_path / "repo", overlay={"common/" + long: b"x = 1\n"})
-    cli.main([str(make_target(tmp_path / "t", "source"))], repo)
-    assert long in capsys.readouterr().out
 
 
 def test_an_upgrade_is_revert_then_apply(engine, tmp_path):

@@ -195,10 +195,10 @@ sys.exit(main(sys.argv[1:], Path({repo!r})))
 """
 
 
-def start_slow(repo, target, pause):
+def start_slow(repo, target, pause, *options):
     code = SLOW.format(scripts=str(ROOT / "scripts"), repo=str(repo), pause=pause)
     run = subprocess.Popen(
-        [sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", code, str(target), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
         # Where a shell started the tests with &, Ctrl-C is ignored by all that they start.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -228,6 +228,13 @@ def test_sigkill(engine, target):
 def test_ctrl_c_puts_everything_back(engine, target):
     pristine = snapshot(target)
     run = start_slow(engine.root, target, 0.1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 1 and "interrupted" in err
+    assert snapshot(target) == pristine
+
+    engine.ok(target)
+    run = start_slow(engine.root, target, 0.1, "--revert")
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=30)
     assert run.returncode == 1 and "interrupted" in err

@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 import tarfile
 
 import pytest
@@ -95,6 +96,41 @@ def test_unknown_release_and_unreachable_index(engine, index, tmp_path, monkeypa
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
+
+
+def test_passwords_are_not_shown(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    (tmp_path / f"index/vllm/vllm-{RELEASE}.tar.gz").unlink()
+    (tmp_path / "index/vllm/index.html").write_text("")
+    monkeypatch.setattr(fetch, "pip_sources", lambda: {"index-url": [(tmp_path / "index").as_uri()],
+                                                       "find-links": ["file://me:secret@/nowhere"]})  # fmt: skip
+    message = engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")["message"]
+    assert "nowhere" in message and "secret" not in message
+
+
+def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index/vllm"))
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+
+
+def test_a_place_that_cannot_be_written(engine, index, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "archive", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(fetch.os, "access", lambda folder, _: folder != tmp_path)
+    assert engine.refused("not-writable", "--fetch", RELEASE, tmp_path / "a/b")["path"] == str(tmp_path)
+    monkeypatch.setattr(fetch.Path, "is_mount", lambda _: True)
+    assert "is a mount point" in engine.refused("not-writable", "--fetch", RELEASE, tmp_path / "c")["message"]
+
+
+def test_tools_without_pip(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named pip >&2; exit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(fetch.Refusal, match="has no pip that could name its index; remove "):
+        fetch.pip_sources()
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped"])

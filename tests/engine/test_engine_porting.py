@@ -1,5 +1,7 @@
 """check-release.sh: what became of each seam in a release that has no series."""
 
+from pathlib import Path
+
 import pytest
 from dsv4_overlay_tools import porting
 from smallworld import OVERLAY, PRISTINE, RELEASE, make_repo, write
@@ -101,6 +103,12 @@ def test_what_cannot_be_told(ask, monkeypatch, capsys):
     def fail(release):
         raise porting.Refusal("download-failed", "No network.")
 
+    assert porting.check_release_main(["1.0.0", "--pristine", "/nowhere"], ask.repo) == 2
+    assert "error: not-vllm: /nowhere holds no vLLM; give " in capsys.readouterr().err
+    monkeypatch.setattr(porting.fetch, "archive", lambda base, release: Path(__file__))
+    for release in ("1.0.0", "v1.0.0"):  # the series' own, so its pin counts
+        assert porting.check_release_main([release], ask.repo) == 2
+        assert f"error: archive-mismatch: {__file__} is damaged; remove it" in capsys.readouterr().err
     monkeypatch.setattr(porting.fetch, "unpinned", fail)
     assert porting.check_release_main(["7.0.0"], ask.repo) == 2
     assert "error: download-failed: No network." in capsys.readouterr().err

@@ -170,7 +170,8 @@ def test_edited_since_apply(engine, target, mode):
     for path in ("vllm/sub/glue.py", "vllm/noeol.py"):
         good = (target / path).read_bytes()
         (target / path).unlink()
-        assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
+        if mode != ["--revert"] or path == "vllm/noeol.py":  # without the other, it is as before
+            assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
         (target / path).symlink_to("config.py")
         assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
         (target / path).unlink()
@@ -178,11 +179,19 @@ def test_edited_since_apply(engine, target, mode):
     engine.ok(target, "--revert")
 
 
-def test_pristine_content_put_back_by_hand_is_an_edit(engine, tmp_path):
+@pytest.mark.parametrize("command", [["checkout", "--", "vllm/config.py"], ["reset", "--hard"]])
+def test_what_git_put_back_is_taken_off_with_the_rest(engine, tmp_path, command):
     target = make_target(tmp_path / "t", "git")
+    before = snapshot(target)
     engine.ok(target)
-    git(target, "checkout", "--", "vllm/config.py")
-    assert refused(engine, "edited-since-apply", target)["path"] == "vllm/config.py"
+    git(target, *command)
+    error = refused(engine, "edited-since-apply", target)
+    assert error["path"] == "vllm/config.py" and "run --revert" in error["message"]
+    assert engine.ok(target, "--revert")["state"] == "clean"
+    # git keeps no more of a mode than whether it can be run.
+    assert {path: found[2:] for path, found in snapshot(target).items()} == {
+        path: found[2:] for path, found in before.items()
+    }
 
 
 def test_an_edited_wheel_listing(engine, tmp_path):
@@ -231,6 +240,33 @@ def test_record_lost(engine, target):
     engine.ok(target, "--revert")
 
 
+def test_an_original_that_is_gone_or_damaged(engine, target):
+    engine.ok(target)
+    kept = target / "vllm/_dsv4_overlay/originals/vllm%2Fconfig.py.orig"
+    good = kept.read_bytes()
+    kept.write_bytes(good[:-1])
+    assert refused(engine, "record-lost", target, "--revert")["path"] == "vllm/config.py"
+    kept.unlink()
+    refused(engine, "record-lost", target, "--revert")
+    assert engine.ok(target, "--status")["state"] == "applied"
+
+
+def test_a_file_of_somebody_else_in_our_folder(engine, target):
+    before = snapshot(target)
+    engine.ok(target)
+    stranger = target / "vllm/_dsv4_overlay/.DS_Store"
+    stranger.touch()
+    assert refused(engine, "file-in-the-way", target, "--revert")["path"] == "vllm/_dsv4_overlay/.DS_Store"
+    stranger.unlink()
+    engine.ok(target, "--revert")
+    stranger.parent.mkdir()
+    stranger.touch()
+    refused(engine, "file-in-the-way", target)
+    stranger.unlink()
+    stranger.parent.rmdir()
+    assert snapshot(target) == before
+
+
 # ---------------------------------------------------------------- the system says no
 
 
@@ -252,8 +288,9 @@ def as_nobody(function):
         return file.read()
 
 
+@pytest.mark.parametrize("mode", [[], ["--check"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_not_writable(engine, tmp_path, kind):
+def test_not_writable(engine, tmp_path, kind, mode):
     target = make_target(tmp_path / "t", kind, modes={})
     for folder in tmp_path.parents:  # let the other user in
         if folder.stat().st_uid == os.geteuid() and folder != folder.parent:
@@ -268,7 +305,7 @@ def test_not_writable(engine, tmp_path, kind):
         from dsv4_overlay_tools.errors import Refusal
 
         try:
-            _run(_parse([str(target)]), engine.root, Report())
+            _run(_parse([str(target), *mode]), engine.root, Report())
         except Refusal as refusal:
             return f"{refusal.code} {refusal.message}"
         return "applied"
@@ -391,6 +428,9 @@ def test_a_link_in_the_overlay(engine, tmp_path):
 def test_a_release_this_repository_no_longer_knows_can_be_taken_off(engine, target):
     before = snapshot(target)
     engine.ok(target)
+    for file in (engine.root / f"patches/{RELEASE}").glob("*.patch"):
+        file.write_text("not a patch\n")
+    assert engine.ok(target, "--status")["state"] == "applied"
     for file in (engine.root / f"patches/{RELEASE}").iterdir():
         file.unlink()
     assert engine.ok(target, "--status")["state"] == "applied"

@@ -250,6 +250,11 @@ FAULTS = {
                "overlay/common/vllm/dsv4/unused.py is used by nothing"),
     "unused data": (lambda w: (w[0] / "overlay/common/vllm/dsv4/x.json").write_bytes(b""),
                     "x.json is used by nothing"),
+    "broken": (lambda w: (w[0] / "overlay/common/vllm/dsv4/main.py").write_bytes(b"def f(:\n"),
+               "vllm/dsv4/main.py: invalid Python: invalid syntax, line 1"),
+    "encoding": (lambda w: patch_of(w, "series").write_bytes(b"\xff.patch\n"), "series: is not UTF-8"),
+    "sign": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b"Drop-When: never\nUpstream-Sign: a(\n"),
+             "Upstream-Sign is not a regular expression"),
     "no longer named": (lambda w: (w[0] / "overlay/common/vllm/dsv4/main.py").write_bytes(b""),
                         "deep/inner.py is used by nothing"),
 }  # fmt: skip

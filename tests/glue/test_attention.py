@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO
-from vllm.dsv4_overlay import adapter, attention, calibrate, selftest
+from vllm.dsv4_overlay import adapter, attention, backend, calibrate, selftest
 from vllm.forward_context import override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
 compressor = importlib.import_module(adapter.COMPRESSOR)
@@ -449,3 +450,49 @@ def test_calibrated_scale_keeps_what_scale_one_loses(gain, loss, monkeypatch):
         for scale in (calibrate.scale(amax[0].item()), 1.0)
     )
     assert calibrated < 0.04 and one > loss * calibrated
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_metadata_of_compressed_rows(ratio, monkeypatch):
+    """What vLLM's builder gives, without the tables that only FlashMLA reads."""
+    step = Step(ratio, BF16, MIXED)
+    expected = step.context.attn_metadata["layer"]
+    starts = expected.query_start_loc
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=step.metadata.seq_lens,
+        num_reqs=len(MIXED),
+        num_actual_tokens=len(step.owner),
+        max_query_len=expected.max_query_len,
+        max_seq_len=expected.max_seq_len,
+        block_table_tensor=expected.block_table,
+        slot_mapping=step.metadata.slot_mapping,
+        positions=torch.tensor(step.position, device=DEVICE),
+    )
+    hf_config = SimpleNamespace(compress_ratios=[ratio], index_topk=512)
+    model_config = SimpleNamespace(hf_config=hf_config, max_model_len=512, get_num_attention_heads=lambda _: HEADS)
+    config = SimpleNamespace(
+        model_config=model_config, parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=16), speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=256),
+    )  # fmt: skip
+    lean = adapter.DeepseekV4FullCacheBackend.get_builder_cls()
+    assert lean is adapter.DeepseekV4FullCacheBackend.get_builder_cls()
+    stock = lean.__base__
+    module = importlib.import_module(stock.__module__)
+    for name in ("num_compute_units", "get_mla_dims"):
+        monkeypatch.setattr(module, name, lambda *_: 132, raising=False)
+    layer = SimpleNamespace(compress_ratio=ratio, head_dim=512, kv_cache_dtype="bfloat16")
+    spec = backend.main_cache_spec(layer, config)
+    builder, theirs = (cls(spec, ["layer"], config, DEVICE) for cls in (lean, stock))
+    assert ("c128a_prefill_buffer" in vars(theirs)) == (ratio == 128)
+    assert not any(name.endswith("_buffer") and "c128a" in name for name in vars(builder))
+    found = builder.build(0, common)
+    assert torch.equal(found.slot_mapping, expected.slot_mapping)
+    assert torch.equal(found.block_table, expected.block_table)
+    assert torch.equal(found.req_id_per_token, expected.req_id_per_token)
+    assert not any(value is not None for name, value in vars(found).items() if "c128a" in name)
+    assert any(value is not None for name, value in vars(theirs.build(0, common)).items() if "c128a" in name) == (
+        ratio == 128
+    )

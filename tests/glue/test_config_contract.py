@@ -58,7 +58,7 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         speculative_config=None,
         additional_config={},
     )
@@ -180,7 +180,8 @@ def test_blackwell_is_left_to_vllm(monkeypatch, capability):
             assert verify(asked) == before
             asked.additional_config = {"dsv4_scales": "missing"}
             fp8 = not packed and "fp8" in cache_dtype
-            assert ("missing, which dsv4_scales" if fp8 else "only; omit it") in refusal(asked)
+            other = "which this GPU does not have; omit it." if packed else "only; omit it, or use "
+            assert ("missing, which dsv4_scales" if fp8 else other) in refusal(asked)
         elif full:
             text = refusal(asked)
             assert ", ".join(accepted) in text and cache_dtype in text
@@ -201,6 +202,40 @@ def test_models_that_vllm_serves_by_the_same_name(monkeypatch, architecture):
     assert f"serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
     on_gpu(monkeypatch, DeviceCapability(10, 0))
     assert verify(copy.deepcopy(asked)) == asked
+
+
+@VLLMS_TOO
+def test_images_on_hopper(monkeypatch):
+    """Their layers are chosen by the dtype alone."""
+    asked = make("bfloat16", None, "DeepseekV4ForConditionalGeneration")
+    assert "--kv-cache-dtype bfloat16 serves DeepSeek V4 only, and this model is DeepseekV4For" in refusal(asked)
+    stock = make("fp8", None, "DeepseekV4ForConditionalGeneration")
+    assert verify(copy.deepcopy(stock)) == stock
+    on_gpu(monkeypatch, DeviceCapability(10, 0))
+    assert verify(copy.deepcopy(asked)) == asked
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        (dict(method="draft_model"), "serves no draft model but DeepSeek V4's own layers; use MTP"),
+        (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),
+        (dict(kv_cache_dtype="bfloat16"), "kv_cache_dtype of --speculative-config is bfloat16, and drafts share"),
+        (dict(kv_cache_dtype="fp8_ds_mla"), "kv_cache_dtype of --speculative-config is fp8_ds_mla, and drafts"),
+    ],
+)
+def test_drafts_that_would_leave_the_cache(asked, words):
+    config = make("fp8")
+    config.speculative_config = SimpleNamespace(**{"method": "mtp", "draft_model_config": None} | asked)
+    assert words in refusal(config)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3", "fp8_per_tensor"])
+def test_drafts_of_the_same_cache(cache_dtype):
+    asked = make("fp8")
+    asked.speculative_config = SimpleNamespace(method="mtp", draft_model_config=None, kv_cache_dtype=cache_dtype,
+                                               attention_backend=AttentionBackendEnum[FULL])  # fmt: skip
+    assert verify(asked).speculative_config.kv_cache_dtype == "fp8_per_tensor" == asked.cache_config.cache_dtype
 
 
 def test_dspark_is_refused(monkeypatch):

@@ -116,7 +116,17 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     config = asked()
     config.model_config.model = "organisation/model"
     monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
+    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, **__: tmp_path / "none")
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
+    config.load_config.download_dir = str(tmp_path)
+    assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
+    config.load_config.load_format = "dummy"
+    assert scales.load_scales(config).values == {}
+    config.load_config.load_format = "auto"
+    index = tmp_path / "index.json"
+    index.write_text('{"weight_map": {"embed.weight": "not-there.safetensors"}}')
+    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    assert scales.load_scales(config).values == {}  # found where vLLM's loader put it
     config.model_config.model = str(tmp_path)
     broken = tmp_path / "model.safetensors"
     broken.write_bytes(b"not safetensors")
@@ -312,6 +322,11 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         "mtp.0.attn.k_scale": 2**-5, "mtp.0.attn.q_scale": 2**-5,
     }  # fmt: skip
     assert "Wrote" in capsys.readouterr().out
+    monkeypatch.setattr(calibrate, "vllm_serves_itself", lambda: True)
+    with pytest.raises(SystemExit):
+        calibrate.main(command)
+    assert "vLLM's own, which cannot be watched; calibrate on Hopper." in capsys.readouterr().err
+    monkeypatch.undo()
     for spoiled in (["--prompts", str(tmp_path / "none")], ["--output", str(tmp_path / "no/s")]):
         with pytest.raises(SystemExit) as stopped:
             calibrate.main([*command, *spoiled])

@@ -1,5 +1,8 @@
 """The backend and its cache specs, as far as every release has them alike; `adapter` has the rest."""
 
+import functools
+from typing import Any
+
 import torch
 from vllm.config import CacheConfig, VllmConfig
 from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
@@ -13,6 +16,30 @@ class FullCacheBackend:
     @staticmethod
     def get_name() -> str:
         return "FLASHINFER_MLA_SPARSE_DSV4"
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return _without_c128a_tables(super().get_builder_cls())
+
+
+@functools.cache
+def _without_c128a_tables(builder: type) -> type:
+    """vLLM's builder of metadata less what only FlashMLA reads: which rows a token of a C128A layer sees.
+
+    Those are two tables of int32 [max_num_batched_tokens, max_model_len / 128], filled in every step; with a
+    million tokens of context and 8192 in a step, 512 MiB.
+    """
+
+    class FullCacheMetadataBuilder(builder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for name in ("c128a_global_decode_buffer", "c128a_decode_lens_buffer", "c128a_prefill_buffer"):
+                vars(self).pop(name, None)
+
+        def _build_c128a_metadata(self, *args: Any) -> dict[str, Any]:
+            return {}
+
+    return FullCacheMetadataBuilder
 
 
 class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):

@@ -20,6 +20,7 @@ import torch
 import vllm
 from safetensors.torch import save_file
 from vllm.dsv4_overlay import attention
+from vllm.dsv4_overlay.config import vllm_serves_itself
 from vllm.dsv4_overlay.scales import layer_prefix
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
@@ -147,6 +148,8 @@ def main(argv: list[str] | None = None) -> int:
         prompts = read_prompts(prompt_file)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if vllm_serves_itself():
+        parser.error("on this GPU the layers are vLLM's own, which cannot be watched; calibrate on Hopper.")
     if not os.access(output.parent, os.W_OK):
         parser.error(f"{output.parent} is no folder that can be written to.")
     options |= dict(

@@ -13,12 +13,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.platforms.interface import DeviceCapability
 
 logger = init_logger(__name__)
 
 _ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+_WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
 # From 0.23.0 on the name is vLLM's own, for Blackwell and for more models; the overlay adds Hopper.
@@ -81,6 +82,9 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         for option, serves_only_v4 in (
             (f"--attention-backend {backend and backend.name}", backend in ours and not itself),
             ("--kv-cache-dtype fp8_per_tensor", cache_dtype == "fp8_per_tensor"),
+            # Its layers would be ours by the dtype alone, and what an image sees is wider than our windows.
+            ("--kv-cache-dtype bfloat16",
+             architecture == _WITH_IMAGES and cache_dtype == "bfloat16" and not itself),
         ):
             if serves_only_v4:
                 raise ValueError(f"{option} serves DeepSeek V4 only, and this model is {architecture}; omit it.")
@@ -91,9 +95,10 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     packed = itself and _capability().major == 12
     fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
     if scales_file(vllm_config) and not fp8:
+        instead = f", or use --attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8"
         raise ValueError(
-            f"{OPTION} in --additional-config is for the full-width FP8 cache only; omit it, or use "
-            f"--attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
+            f"{OPTION} in --additional-config is for the full-width FP8 cache only"
+            f"{', which this GPU does not have; omit it' if packed else '; omit it' + instead}."
         )
     if not full_cache:
         return  # stock vLLM, unchanged
@@ -107,7 +112,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         raise ValueError(
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}"
             f"{' on this GPU' * packed}, which accepts {', '.join(accepted)}"
-            + ("." if packed else f"; fp8_ds_mla belongs to {_FLASHMLA.name}.")
+            + ("" if packed else f"; fp8_ds_mla belongs to {_FLASHMLA.name}")
+            + "; with auto, the checkpoint's kv_cache_quant_algo is what was asked for."
         )
     if not itself:
         check_machine()
@@ -151,11 +157,33 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
-    if (speculative := vllm_config.speculative_config) and speculative.method == "dspark":
+    if speculative := vllm_config.speculative_config:
+        _check_speculation(speculative, cache_config.cache_dtype)
+
+
+def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> None:
+    """Refuse drafts that would fail, or leave this cache, only after the model is loaded."""
+    if speculative.method == "dspark":
         raise ValueError(
             f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see more than a window; use MTP, "
             f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
         )
+    if speculative.method == "draft_model":
+        raise ValueError(
+            f"{_FULL_CACHE.name} serves no draft model but DeepSeek V4's own layers; use MTP, or n-grams."
+        )
+    backend = getattr(speculative, "attention_backend", None)
+    if backend not in (None, _FULL_CACHE):
+        raise ValueError(
+            f"attention_backend of --speculative-config is {backend.name}, and drafts share the model's; omit it."
+        )
+    dtype = getattr(speculative, "kv_cache_dtype", None)  # from 0.23.0 on
+    if dtype is not None and _ACCEPTED_DTYPES.get(dtype) != _ACCEPTED_DTYPES[cache_dtype]:
+        raise ValueError(
+            f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share the model's; omit it."
+        )
+    if dtype is not None:
+        speculative.kv_cache_dtype = _ACCEPTED_DTYPES[dtype]  # or vLLM would choose their layers by its other name
 
 
 def check_machine() -> None:

@@ -6,7 +6,9 @@ each name: `layers.3.attn.k_scale` and `layers.3.attn.q_scale`, `mtp.0.…` for 
 same row, so there is no v_scale; where there is no q_scale it is 1.0. Stored value times scale gives the value.
 """
 
+import contextlib
 import functools
+import json
 import math
 import re
 from pathlib import Path
@@ -96,8 +98,10 @@ def load_scales(vllm_config: "VllmConfig") -> Scales:
     """The scales of this model's FP8 cache; ValueError where the file or the checkpoint has bad ones."""
     if path := scales_file(vllm_config):
         return _from_file(str(path))
-    model = vllm_config.model_config
-    return _from_checkpoint(model.model, model.revision, vllm_config.load_config.download_dir)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return Scales("none given with dummy weights", {})
+    return _from_checkpoint(model.model, model.revision, load.download_dir)
 
 
 @functools.cache
@@ -119,6 +123,10 @@ def _from_file(path: str) -> Scales:
 def _from_checkpoint(model: str, revision: str | None, download_dir: str | None) -> Scales:
     folder, source = Path(model), f"checkpoint {model}"
     index = get_hf_file_to_dict(_INDEX, model, revision)
+    if index is None and download_dir and not folder.is_dir():  # where vLLM's loader puts it
+        with contextlib.suppress(OSError, ValueError):
+            file = hf_hub_download(model, _INDEX, revision=revision, cache_dir=download_dir)
+            index = json.loads(Path(file).read_text())
     if index is None and not folder.is_dir():
         raise ValueError(
             f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; download it and serve its "

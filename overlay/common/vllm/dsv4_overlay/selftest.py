@@ -106,15 +106,18 @@ def configured(cache_dtype: str, platform: object) -> str:
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, user_specified_block_size=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        load_config=SimpleNamespace(download_dir=None),
+        load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         speculative_config=None,
         additional_config={},
     )
-    here, config.current_platform = config.current_platform, platform
+    here = config.current_platform, config.provider
+    config.current_platform = platform
+    if platform is not here[0]:
+        config.provider = lambda: None  # what is asked for is for this GPU
     try:
         config.verify_and_update_config(vllm_config)
     finally:
-        config.current_platform = here
+        config.current_platform, config.provider = here
     return vllm_config.cache_config.cache_dtype
 
 
