@@ -117,7 +117,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
 
     done, calls = serve()
     assert (done.returncode, calls) == (0, [])
-    others = [{}, "--output-len", "64"], [{}, "--concurrency", "2"], [{"VLLM_DSV4_PROVIDER": "triton"}]
+    others = [{}, "--output-len", "64"], [{}, "--concurrency", "2"], [{"VLLM_OF_THIS_TEST": "1"}]
     for env, *options in others:  # 2 alone: another --max-num-seqs
         done, calls = serve(*options, **env)
         assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
