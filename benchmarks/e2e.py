@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -250,7 +251,9 @@ def machine() -> dict[str, Any]:
     if spec and spec.submodule_search_locations:
         record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
         found["overlay"] = json.loads(record.read_text()) if record.exists() else None
-    found["environment"] = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    secret = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+    found["environment"] = {name: value for name, value in sorted(os.environ.items())
+                            if name.startswith("VLLM_") and not secret.search(name)}  # fmt: skip
     return found
 
 

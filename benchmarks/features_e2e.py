@@ -11,11 +11,12 @@ With 8 heads a GPU, as tensor parallel 8 has of 64:
     python benchmarks/features_e2e.py --model /tmp/mini-v4-32 --out features-32.json --gpus 4 --steps tp4
 
 The plain run (`reference`) is eager, on one GPU, without prefix cache, speculation or asynchronous scheduling.
-Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may be
-spread over several commands (`--steps prefix,chunked`). A step passes if all its checks pass: its own, that no
-kernel of ours was compiled by Triton after warm-up (vLLM's JIT monitor), and that greedy tokens and their
-log-probabilities are the reference's. They are compared up to the first token that differs; such a token counts
-as noise if the reference gave both nearly the same log-probability. Noise, as mean KL and as that margin:
+Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may
+be spread over several commands (`--steps prefix,chunked`) of the same software, with the same VLLM_*
+variables. A step passes if all its checks pass: its own, that no kernel of ours was compiled by Triton after
+warm-up (vLLM's JIT monitor), and that greedy tokens and their log-probabilities are the reference's. They are
+compared up to the first token that differs; such a token counts as noise if the reference gave both nearly
+the same log-probability. Noise, as mean KL and as that margin:
 
     same arithmetic     KL, of decode steps and of prompts, at most 1e-3 or 4 times, margin at most 0.2 or 2 times,
                         what the reference differs from itself when its prompts come one at a time, not together
@@ -196,7 +197,6 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         enable_flashinfer_autotune=False,
         max_logprobs=TOP,
         logprobs_mode="raw_logprobs",
-        disable_custom_all_reduce=job.get("no_custom_all_reduce", False),
         seed=0,
     )
     return plain | BACKENDS[job["backend"]] | changes
@@ -695,7 +695,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, choices=[1, 2, 4], help="run the steps that need so many")
     parser.add_argument("--steps", help="comma-separated, instead of all for --gpus")
     parser.add_argument("--jobs", type=int, default=1, help="steps at a time, spread over the GPUs; times suffer")
-    parser.add_argument("--no-custom-all-reduce", action="store_true", help="NCCL only")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a step")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -724,7 +723,6 @@ def run_step(args: argparse.Namespace, name: str, gpus: list[str], reference: di
         "model": str(args.model.resolve()),
         "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
         "reference": str(args.work / f"{args.backend}.reference.npz"),
-        "no_custom_all_reduce": args.no_custom_all_reduce,
         "noise": reference.get("measured", {}).get("noise"),
         "out": str(args.work / f"{args.backend}.{name}.json"),
     }

@@ -95,7 +95,7 @@ def write_dummy(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     mini.write_tokenizer(folder, mini.Shape().vocab)
-    write(folder / "config.json", throughput.flash_config("fp4"))
+    write(folder / "config.json", throughput.flash_config())
 
 
 def profile_delay(args: argparse.Namespace) -> int:

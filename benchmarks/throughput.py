@@ -5,14 +5,15 @@
     python benchmarks/throughput.py --model flash --tp 4 --out flash.json        # V4-Flash's shape, dummy weights
 
 Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
-`--runs flashmla` and later `--runs fp8,bf16` fill the same file. Runs:
+`--runs flashmla` and later `--runs fp8,bf16` of the same software, with the same VLLM_* variables, fill the same
+file. Runs:
 
     flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla
     fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
 
 Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
 batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by full CUDA
-graphs), then requests are aborted down to the next smaller batch. If FlashMLA's prefill would need more than
+graphs), then requests are aborted down to the next smaller batch. If the first run's prefill would need more than
 --fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304 tokens, from
 where on the top-k of 512 is full.
 
@@ -58,7 +59,7 @@ REPORTS = re.compile(
 )
 
 
-def flash_config(expert_dtype: str) -> dict[str, Any]:
+def flash_config() -> dict[str, Any]:
     """config.json of V4-Flash's shape, routed by hash in every layer."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
     from make_mini_checkpoint import Shape, model_config
@@ -72,21 +73,18 @@ def flash_config(expert_dtype: str) -> dict[str, Any]:
         vocab=129280,
         fp8_wo_b=True,
     )
-    return model_config(shape) | {"expert_dtype": expert_dtype}
+    return model_config(shape) | {"expert_dtype": "fp4"}
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`."""
     batches = job["batches"]
-    graphs = {"cudagraph_capture_sizes": sorted(batches)}
-    if not job["compiled"]:
-        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(batches)}
     return dict(
         model=job["model"],
         load_format="auto" if job["weights"] else "dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
-        disable_custom_all_reduce=job["no_custom_all_reduce"],
         block_size=256,
         max_model_len=job["max_model_len"],
         max_num_batched_tokens=job["batch_tokens"],
@@ -245,15 +243,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated; flashmla goes first")
-    parser.add_argument("--expert-dtype", default="fp4", choices=["fp4", "fp8"], help="of flash (V4-Flash: fp4)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", default="1,16,64,128")
     parser.add_argument("--context", type=int, default=8192, help="tokens a decoding request starts from")
     parser.add_argument("--fill-seconds", type=float, default=30, help="prefill time that a context may cost")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=int, default=48, help="GiB of KV cache a GPU")
-    parser.add_argument("--compiled", action="store_true", help="vLLM's defaults: torch.compile, all graphs")
-    parser.add_argument("--no-custom-all-reduce", action="store_true", help="NCCL only")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -266,7 +261,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.model == "flash":
         args.model = args.work / "flash"
         args.model.mkdir(parents=True, exist_ok=True)
-        (args.model / "config.json").write_text(json.dumps(flash_config(args.expert_dtype), indent=1))
+        (args.model / "config.json").write_text(json.dumps(flash_config(), indent=1))
     args.model = Path(args.model).resolve()
     if not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash")
@@ -292,8 +287,6 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "fill_seconds": args.fill_seconds,
         "decode_tokens": decode_tokens,
         "kv_gib": args.kv_gib,
-        "compiled": args.compiled,
-        "no_custom_all_reduce": args.no_custom_all_reduce,
         "out": str(args.work / f"{run}.json"),
     }
 
@@ -309,7 +302,6 @@ def main(argv: list[str] | None = None) -> int:
         "context_asked": args.context,
         "max_num_batched_tokens": args.batch_tokens,
         "kv_gib": args.kv_gib,
-        "compiled": args.compiled,
     }
     where = machine()
     results = kept(args.out, where)

@@ -5,7 +5,7 @@
 # The headers come from the torch of the active Python, the oldest torch that the library serves is below.
 set -euo pipefail
 torch_target=2.11
-read -ra archs <<<"${DSV4_CUDA_ARCHS:-90a 100a 103a 120a}"
+read -ra archs <<<"${DSV4_CUDA_ARCHS-90a 100a 103a 120a}"
 
 stop() {
     echo "error: $1" >&2
@@ -20,6 +20,9 @@ nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || true)}
 [ -x "$nvcc" ] || stop "there is no nvcc on PATH or in \$CUDA_HOME/bin; install the CUDA 13 toolkit."
 cuda=$("$nvcc" --version | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
+[ "${cuda%%.*}" -ge 13 ] || stop "$nvcc is of CUDA $cuda; install the CUDA 13 toolkit."
+[[ "${archs[*]}" =~ ^[0-9]+a(\ [0-9]+a)*$ ]] ||
+    stop "DSV4_CUDA_ARCHS is '${archs[*]}'; write names like 90a with a space between them."
 
 if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
     python=$VIRTUAL_ENV/bin/python
@@ -31,12 +34,13 @@ find_torch='
 import importlib.metadata, importlib.util, os
 spec = importlib.util.find_spec("torch")
 print(importlib.metadata.version("torch"), os.path.dirname(spec.origin))'
-read -r torch_version torch < <("$python" -I -c "$find_torch" 2>/dev/null) ||
+read -r torch_version torch < <(cd / && "$python" -c "$find_torch" 2>/dev/null) ||
     stop "$python has no torch, whose headers are needed; activate the environment that vLLM is or will be in."
 oldest=$(printf '%s\n' "$torch_target" "$torch_version" | sort -V | head -n 1)
 [ "$oldest" = "$torch_target" ] || stop "the headers of torch $torch_version are too old; install torch $torch_target or newer."
 
 work=$(mktemp -d)
+[[ $work != *\ * ]] || stop "\$TMPDIR has a space in it, which nvcc cannot do with; set it to another folder."
 trap 'rm -rf "$work"' EXIT
 # What the loader reads before it loads anything: see native.py.
 interface=$(sed -n 's/^INTERFACE = \([0-9]*\)$/\1/p' "$package/native.py")

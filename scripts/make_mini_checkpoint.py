@@ -623,6 +623,18 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _refuse_other_weights(out: Path, shape: Shape) -> None:
+    if not any(out.glob("*.safetensors")):
+        return
+    try:
+        config = json.loads((out / "config.json").read_text())
+        ours = (config["num_hidden_layers"], config["vocab_size"]) == (shape.layers, shape.vocab)
+    except (OSError, ValueError, KeyError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{out} holds other weights, or a part of these; remove them, or give a new folder")
+
+
 def write_checkpoint(
     out: Path,
     shape: Shape,
@@ -630,10 +642,11 @@ def write_checkpoint(
     threads: int | None = None,
     log: Callable[[str], None] = print,
 ) -> int:
-    """Write everything; the number of bytes of weights."""
+    """Write everything; the number of bytes of weights. Raises ValueError if `out` holds other weights."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
+    _refuse_other_weights(out, shape)
     (out / "config.json").unlink(missing_ok=True)  # written last: marks a complete checkpoint
     for old in out.glob("model-*.safetensors"):
         old.unlink()
@@ -702,19 +715,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.heads < 8 or args.heads % 8:
         parser.error(f"--heads must be a multiple of 8, for an output group is 8 heads, and is {args.heads}")
-    shape = Shape(
-        heads=args.heads,
-        o_groups=args.heads // 8,
-        moe_intermediate=args.moe_intermediate_size,
-        fp8_wo_b=args.fp8_wo_b,
-        kv_rms=args.kv_rms,
-    )
+    try:
+        shape = Shape(
+            heads=args.heads,
+            o_groups=args.heads // 8,
+            moe_intermediate=args.moe_intermediate_size,
+            fp8_wo_b=args.fp8_wo_b,
+            kv_rms=args.kv_rms,
+        )
+    except ValueError as error:
+        parser.error(str(error))
 
     def log(line: str) -> None:
         if not args.quiet or not line.startswith("  "):
             print(line, flush=True)
 
-    write_checkpoint(args.out_dir, shape, args.seed, log=log)
+    try:
+        write_checkpoint(args.out_dir, shape, args.seed, log=log)
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -91,6 +91,18 @@ def test_same_seed_same_bytes(checkpoint, tmp_path):
     assert digest(tmp_path) == digest(checkpoint)
 
 
+def test_other_weights_are_left_alone(tmp_path):
+    (tmp_path / "model-00001-of-00046.safetensors").write_bytes(b"precious")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for config in (None, "{}", '{"num_hidden_layers": 43, "vocab_size": 129280}'):
+        if config:
+            (tmp_path / "config.json").write_text(config)
+            before["config.json"] = config.encode()
+        with pytest.raises(ValueError, match="holds other weights"):
+            mini.write_checkpoint(tmp_path, TINY, log=lambda _: None)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_other_seed_other_weights(tensors):
     w = mini.Recipe(TINY, 4).embedding().bfloat16()
     assert not torch.equal(w, tensors["embed.weight"])

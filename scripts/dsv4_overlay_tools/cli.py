@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from . import fetch, transaction
 from .errors import Refusal
-from .series import Series, find_series, load_series, release_folders
+from .series import Series, find_series, load_series, release_folders, sha256
 from .target import Target, check_index, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
@@ -216,6 +217,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
     if mode == "check":
         transaction.check_writable(target.root, [change.real for change in plan.changes])
     data["state"] = "clean"
+    if mode != "status" and (note := _stale_library(root)):
+        data["notes"].append(note)
     verbs = {
         "apply": {},
         "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
@@ -226,6 +229,18 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         data["state"] = "applied"
     for change in plan.changes:
         report.add(change.path, verbs.get(change.action, change.action))
+
+
+def _stale_library(root: Path) -> str | None:
+    """A note if the native kernels that go along were built from other sources, as after an update of both."""
+    library = root / "overlay/common/vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
+    if not library.is_file():
+        return None
+    built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
+    sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").iterdir()))  # as build-kernels.sh
+    if built and built[1].decode() == sha256(sources):
+        return None
+    return f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"
 
 
 def _revert(root: Path, report: Report, target: Target) -> None:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from smallworld import OVERLAY, RELEASE, Engine, git, make_repo, make_target, snapshot
+from smallworld import OVERLAY, RELEASE, Engine, git, make_repo, make_target, sha256, snapshot
 from test_engine_wheel import check_listing
 
 NAME = "common/vllm/dsv4/libkernels.so"
@@ -52,3 +52,17 @@ def test_a_library_built_later_needs_a_revert_first(repo, tmp_path):
     engine.ok(target, "--revert")
     engine.ok(target)
     assert (target / "vllm/dsv4/libkernels.so").read_bytes() == LIBRARY
+
+
+def test_a_library_of_other_sources_is_named(engine, tmp_path):
+    place = engine.root / "overlay/common/vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
+    place.parent.mkdir(parents=True)
+    (engine.root / "csrc").mkdir()
+    (engine.root / "csrc/b.cu").write_bytes(b"two")
+    (engine.root / "csrc/a.cpp").write_bytes(b"one ")
+    place.write_bytes(b'\x7fELF {"interface": 2, "sources": "%s"}' % sha256(b"one two").encode())
+    target = make_target(tmp_path / "target", "source")
+    assert engine.ok(target, "--check")["notes"] == []
+    (engine.root / "csrc/b.cu").write_bytes(b"three")
+    (note,) = engine.ok(target)["notes"]
+    assert "was not built from csrc as it is; run scripts/build-kernels.sh" in note

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-import torch
 from vllm.config.cache import CacheDType
 from vllm.dsv4_overlay import adapter, config
 from vllm.platforms.interface import DeviceCapability
@@ -293,6 +292,12 @@ def test_provider_variable(monkeypatch):
             verify(make())
     monkeypatch.setenv("VLLM_DSV4_PROVIDER", "flashinfer")
     assert "kernels for this cache on compute capability 10.0 and 10.3 only" in refusal(make())
+    on_gpu(monkeypatch, DeviceCapability(10, 0))
+    if not config.vllm_serves_itself():  # the library has inserts for it, and no attention
+        monkeypatch.setattr(native, "misfit", lambda capability: None)
+        monkeypatch.setenv("VLLM_DSV4_PROVIDER", "sm90")
+        assert "but its attention kernels are for compute capability 9.0; use another provider." in refusal(make())
+    on_gpu(monkeypatch, DeviceCapability(9, 0))
     monkeypatch.setattr(native, "misfit", lambda capability: "it is not built; build it")
     monkeypatch.setenv("VLLM_DSV4_PROVIDER", "sm90")
     assert "VLLM_DSV4_PROVIDER=sm90 needs the native library" in (found := refusal(make()))
@@ -301,13 +306,6 @@ def test_provider_variable(monkeypatch):
     assert "VLLM_DSV4_PROVIDER=cutlass is unknown; it may be " in refusal(make())
     stock = make("fp8", None)
     assert verify(copy.deepcopy(stock)) == stock
-
-
-def test_storage_dtypes():
-    assert config.storage_dtype("bfloat16") == torch.bfloat16
-    assert config.storage_dtype("fp8_per_tensor") == torch.float8_e4m3fn
-    full = [name for name in get_args(CacheDType) if config.is_full_cache(name)]
-    assert full == ["bfloat16", "fp8_per_tensor"]
 
 
 def test_class_choice(monkeypatch):

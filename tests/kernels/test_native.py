@@ -180,6 +180,7 @@ def test_a_build_that_fits_is_not_refused(here):
         ({}, {"capability": (12, 0)}, "this GPU is sm_120; rebuild it .* DSV4_CUDA_ARCHS=120a"),
         ({}, {"capability": (8, 9)}, "DSV4_CUDA_ARCHS=89$"),
         ({"archs": "100a 103a"}, {}, "code for sm 100a 103a and this GPU is sm_90; .*ARCHS=90a"),
+        ({"archs": "90 100a"}, {}, "code for sm 90 100a and this GPU is sm_90; .*ARCHS=90a"),  # empty kernels
     ],
 )
 def test_a_build_that_does_not_fit_is_refused(build, here, words):
@@ -316,6 +317,8 @@ for operator in OPERATORS:
         native_kernel(operator)(*Case(operator, torch.device("cpu")).args())
     except ValueError as error:
         assert "must be on a CUDA GPU" in str(error)
+    else:
+        raise AssertionError(operator)
 print(len(BAD_ARGUMENTS), "refused")
 """
 

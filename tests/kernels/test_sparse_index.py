@@ -93,3 +93,24 @@ def test_no_tokens(device):
     batch = Batch(device, [1], [5], 1)
     batch.tokens = 0
     assert batch.build().indices.shape == (0, 128)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(seq_lens=torch.zeros(3, 2, dtype=torch.int32)[:, 0]), "seq_lens must be contiguous in its last"),
+        (dict(swa_block_table=torch.zeros(4, 3, dtype=torch.int32).T), "swa_block_table must be contiguous"),
+        (dict(compressed_block_table=None, topk_indices=None), "compressed_width is 64, and there is no"),
+        (dict(topk_indices=torch.zeros(3, 32, dtype=torch.int32)), "topk_indices has 32 columns, and"),
+    ],
+)
+def test_refusals(change, words):
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    arguments = dict(
+        token_to_request=torch.arange(3, dtype=torch.int32), is_valid_token=torch.ones(3, dtype=torch.bool),
+        query_start_loc=torch.arange(4, dtype=torch.int32), seq_lens=torch.ones(3, dtype=torch.int32),
+        swa_block_table=table, swa_block_size=64, num_tokens=3, compress_ratio=4, compressed_block_table=table,
+        compressed_block_size=64, compressed_width=64, topk_indices=torch.zeros(3, 64, dtype=torch.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        build_sparse_index_table(**arguments | change)

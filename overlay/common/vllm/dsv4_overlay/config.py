@@ -194,12 +194,12 @@ def check_machine() -> None:
     Raises:
         ValueError: one sentence.
     """
-    from vllm.third_party.dsv4_kernels import PROVIDERS, flashinfer_sparse_mla, native
+    from vllm.third_party.dsv4_kernels import PROVIDERS, flashinfer_sparse_mla, native, sm90
 
     capability = _served_capability()
     if provider() not in (None, *PROVIDERS):
         raise ValueError(f"{_PROVIDER_VARIABLE}={provider()} is unknown; it may be {' or '.join(PROVIDERS)}.")
-    if provider() == "sm90" and (problem := native.misfit(capability)):
+    if provider() == "sm90" and (problem := sm90.misfit(capability)):
         raise ValueError(f"{_PROVIDER_VARIABLE}=sm90 needs the native library ({native.LIBRARY}), but {problem}.")
     chosen = provider() or ("flashinfer" if capability in _BLACKWELL else None)
     if chosen == "flashinfer" and (problem := flashinfer_sparse_mla.misfit(capability)):

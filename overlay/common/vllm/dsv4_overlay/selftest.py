@@ -148,6 +148,7 @@ def check_cache_dtypes() -> str:
 def check_gpu() -> str:
     from vllm.dsv4_overlay.config import serves, vllm_serves_itself
     from vllm.platforms import current_platform
+    from vllm.third_party.dsv4_kernels import pick_provider
 
     if not GPU:
         found = "no GPU: kernels interpreted on the CPU"
@@ -158,7 +159,8 @@ def check_gpu() -> str:
             return f"{found}; vLLM's own backend serves here"
         if serves((major, minor)):
             expect(configured("auto", current_platform) == "bfloat16", "the backend refuses this GPU")
-            return found
+            provider, reason = pick_provider("cuda")
+            return f"{found}; attention by {provider}: {reason}"
     try:
         configured("auto", current_platform)
     except ValueError:

@@ -133,10 +133,15 @@ def sparse_mla(
         out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
     tensors = (query, swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out, sinks,
                cum_seq_lens_q)  # fmt: skip
-    signature = (kv_layout, max_q_len, type(bmm1_scale), type(bmm2_scale))
-    signature += tuple(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    scales = (bmm1_scale, bmm2_scale)
+    signature = (kv_layout, max_q_len)
+    signature += tuple(
+        (t.shape, t.stride(), t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t)
+        for t in tensors + scales
+    )
     if signature not in _valid:
         _validate(*tensors, kv_layout, max_q_len)
+        _validate_scales(scales, query.device)
         remember(_valid, signature)
     name = provider or pick_provider(query.device.type)[0]
     if name not in PROVIDERS:
@@ -191,7 +196,8 @@ def pick_provider(device_type: str) -> tuple[str, str]:
             if problem is None:
                 return "flashinfer", "FlashInfer has kernels for compute capability {}.{}".format(*capability)
             return "triton", f"FlashInfer cannot serve: {problem}"
-        return "triton", "there are no native kernels for compute capability {}.{}".format(*capability)
+        problem = sm90.misfit(capability) or "it cannot be loaded"
+        return "triton", f"the native library does not serve: {problem}"
     return "reference", f"the Triton kernels need a GPU and the tensors are on {device_type}"
 
 
@@ -258,13 +264,40 @@ def _validate(
         raise ValueError(
             f"sparse_mla: sinks must be float32 [{heads}], got {sinks.dtype} {tuple(sinks.shape)}."
         )
+    for name, tensor in (
+        ("sparse_topk_lens", sparse_topk_lens),
+        ("seq_lens", seq_lens),
+        ("cum_seq_lens_q", cum_seq_lens_q),
+        ("sinks", sinks),
+    ):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"sparse_mla: {name} must be contiguous, its stride is {tensor.stride(0)}.")
+    tensors = (swa_kv_cache, sparse_indices, compressed_kv_cache, sparse_topk_lens, seq_lens, out, sinks,
+               cum_seq_lens_q)  # fmt: skip
+    for tensor in tensors:
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(
+                f"sparse_mla: every tensor must be on query's device {query.device}, one is on {tensor.device}."
+            )
+
+
+def _validate_scales(scales: tuple[float | torch.Tensor, ...], device: torch.device) -> None:
+    for name, scale in zip(("bmm1_scale", "bmm2_scale"), scales, strict=True):
+        if isinstance(scale, torch.Tensor) and (
+            scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device
+        ):
+            raise ValueError(
+                f"sparse_mla: {name} must be a float, or one float32 element on {device}, got {scale.dtype} "
+                f"{tuple(scale.shape)} on {scale.device}."
+            )
 
 
 def _validate_pool(cache: torch.Tensor, name: str, kv_layout: str) -> None:
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f'sparse_mla: kv_layout must be "HND" or "NHD", got {kv_layout!r}.')
     head_axis = 1 if kv_layout == "HND" else 2
-    if cache.dim() != 4 or cache.shape[head_axis] != 1 or cache.shape[-1] != HEAD_DIM:
+    fits = cache.dim() == 4 and cache.shape[head_axis] == 1 and cache.shape[-1] == HEAD_DIM
+    if not fits or cache.shape[3 - head_axis] == 0:
         form = "[pages, 1, page, 512]" if kv_layout == "HND" else "[pages, page, 1, 512]"
         raise ValueError(f"sparse_mla: {name} must be {form} ({kv_layout}), got {tuple(cache.shape)}.")
     if cache.dtype not in _POOL_DTYPES or cache.stride(-1) != 1:

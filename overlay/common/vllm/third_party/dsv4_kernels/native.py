@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).parent / "lib" / "libdsv4_kernels.so"
 # What the operators of the library take. Raise it when a schema or its meaning changes, so that an
 # older build is refused and not called with other arguments. The build script reads this line.
-INTERFACE = 1
+INTERFACE = 2
 
 _BUILD = re.compile(rb"dsv4_kernels_build (\{[^\0]*\})\0")
 _REBUILD = "rebuild it with scripts/build-kernels.sh"
@@ -106,11 +106,12 @@ def refusal(
             f"it was built with CUDA {build['cuda']} and this torch with {cuda_version}; {_REBUILD} "
             f"and a CUDA {_numbers(cuda_version)[0]} toolkit"
         )
-    needed = "{}{}".format(*capability)
-    if needed not in [arch.rstrip("af") for arch in build["archs"].split()]:
+    # The very name: without the a, attention kernels are compiled without their bodies.
+    needed = "{}{}{}".format(*capability, "a" if capability[0] >= 9 else "")
+    if needed not in build["archs"].split():
         return (
-            f"it has code for sm {build['archs']} and this GPU is sm_{needed}; {_REBUILD} with "
-            f"DSV4_CUDA_ARCHS={needed}{'a' if capability[0] >= 9 else ''}"
+            f"it has code for sm {build['archs']} and this GPU is sm_{needed.rstrip('a')}; {_REBUILD} with "
+            f"DSV4_CUDA_ARCHS={needed}"
         )
     return None
 

@@ -5,6 +5,8 @@ the keys of a token when the batch is small. Deterministic: the split follows fr
 order.
 """
 
+import functools
+
 import torch
 
 from . import native
@@ -19,18 +21,33 @@ if not hasattr(torch.ops.dsv4_kernels, "sparse_mla_sm90"):  # the package may be
     _library.define(_SCHEMA)
 
 
-def serves(capability: tuple[int, int]) -> bool:
+def misfit(capability: tuple[int, int] | None) -> str | None:
+    """Why the kernels cannot serve a GPU of this compute capability; None if they can. Loads nothing."""
+    if capability != (9, 0):
+        return "its attention kernels are for compute capability 9.0; use another provider"
+    return native.misfit(capability)
+
+
+def serves(capability: tuple[int, int] | None) -> bool:
     """Whether the kernels are there for a GPU of this compute capability; loads the library if need be."""
     return capability == (9, 0) and native.load()
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def sparse_mla_sm90(call: SparseMLACall) -> None:
     """Write `call.out` for every token; see `sparse_mla` for the arguments and the formula.
 
-    Raises ValueError where rows do not start at multiples of 16 bytes, RuntimeError without the native library.
+    Raises ValueError where rows do not start at multiples of 16 bytes, RuntimeError without the native library or
+    on another GPU.
     """
-    if not native.load():
-        raise RuntimeError("The sm90 provider needs the native library; build it with scripts/build-kernels.sh.")
+    capability = _capability(call.query.device)
+    if not serves(capability):
+        problem = misfit(capability) or "it cannot be loaded"
+        raise RuntimeError(f"The sm90 provider needs the native library, but {problem}.")
     scales = (call.bmm1_scale, call.bmm2_scale)
     tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
     values = [0.0 if isinstance(scale, torch.Tensor) else float(scale) for scale in scales]

@@ -63,7 +63,24 @@ def build_sparse_index_table(
         compressed_width: the most compressed keys a token can have; sets the table's width.
         topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows counted within the
             request, valid ones first; None takes every compressed row in order.
+
+    Raises:
+        ValueError: elements of a vector, or of a row of a table, do not lie together; `topk_indices` or the
+            compressed table are narrower than `compressed_width` asks for. One sentence.
     """
+    for name, tensor in (
+        ("token_to_request", token_to_request), ("is_valid_token", is_valid_token),
+        ("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("swa_block_table", swa_block_table),
+        ("compressed_block_table", compressed_block_table), ("topk_indices", topk_indices),
+    ):  # fmt: skip
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, not stride {tensor.stride(-1)}.")
+    if compressed_width and compressed_block_table is None:
+        raise ValueError(f"compressed_width is {compressed_width}, and there is no compressed_block_table.")
+    if topk_indices is not None and topk_indices.shape[1] < compressed_width:
+        raise ValueError(
+            f"topk_indices has {topk_indices.shape[1]} columns, and compressed_width is {compressed_width}."
+        )
     width = table_width(compressed_width)
     device = seq_lens.device
     indices = torch.empty(num_tokens, width, dtype=torch.int32, device=device)
