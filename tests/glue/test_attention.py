@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO
-from vllm.dsv4_overlay import adapter, attention, backend, calibrate, selftest
+from vllm.dsv4_overlay import adapter, attention, calibrate, selftest
 from vllm.forward_context import override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
@@ -483,8 +483,8 @@ def test_metadata_of_compressed_rows(ratio, monkeypatch):
     module = importlib.import_module(stock.__module__)
     for name in ("num_compute_units", "get_mla_dims"):
         monkeypatch.setattr(module, name, lambda *_: 132, raising=False)
-    layer = SimpleNamespace(compress_ratio=ratio, head_dim=512, kv_cache_dtype="bfloat16")
-    spec = backend.main_cache_spec(layer, config)
+    spec = SimpleNamespace(block_size=256, compress_ratio=ratio, storage_block_size=256 // ratio,
+                           tokens_per_state=ratio, num_states=256 // ratio)  # fmt: skip
     builder, theirs = (cls(spec, ["layer"], config, DEVICE) for cls in (lean, stock))
     assert ("c128a_prefill_buffer" in vars(theirs)) == (ratio == 128)
     assert not any(name.endswith("_buffer") and "c128a" in name for name in vars(builder))
