@@ -319,6 +319,27 @@ for operator in OPERATORS:
         assert "must be on a CUDA GPU" in str(error)
     else:
         raise AssertionError(operator)
+from dsv4_kernels import sm90
+attend, none = native_kernel("sparse_mla_sm90"), (None, None, None)
+rows = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
+ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+pool, heads = rows(4, 64, 512), rows(2, 8, 512)
+good = [heads, pool, pool, ints(2, 192), ints(2), ints(2), heads, *none, 1.0, 1.0]
+for place, bad, message in (
+    (0, rows(2, 8, 513)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
+    (1, rows(4 * 64 * 512 + 1)[1:].view(4, 64, 512), "the SWA pool must have rows that start at multiples of 16"),
+    (2, rows(4, 64, 516)[..., :512], "the compressed pool must have rows"),
+    (6, rows(2, 8, 516)[..., :512], "q and out must have heads"),
+    (8, torch.ones(2), "bmm1_scale must be"),
+    (9, torch.ones(1).bfloat16(), "bmm2_scale must be"),
+    (0, good[0], "must be on a CUDA GPU"),
+):
+    try:
+        attend(*good[:place], bad, *good[place + 1 :])
+    except ValueError as error:
+        assert message in str(error), (message, str(error))
+    else:
+        raise AssertionError(message)
 print(len(BAD_ARGUMENTS), "refused")
 """
 

@@ -340,11 +340,11 @@ def test_query_from_the_call_before(device, tokens, heads, kv_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("q_dtype, kv_dtype", [(BF16, BF16), (BF16, E4M3), (E4M3, E4M3)])
 @pytest.mark.parametrize("tokens, heads", BATCHES)
-def test_no_more_error_than_triton(device, tokens, heads, kv_dtype):
+def test_no_more_error_than_triton(device, tokens, heads, q_dtype, kv_dtype):
     skip_unless_served("sm90")
-    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=17)
+    case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=17)
     expected = case.expected()
     triton, native = (relative_error(case.run(name), expected) for name in ("triton", "sm90"))
     assert native <= 1.2 * triton
@@ -408,15 +408,17 @@ def test_refusals(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_pool_of_more_than_2_31_elements(device, provider, kv_dtype):
+@pytest.mark.parametrize("tokens, heads", [(3, 8), (140, 32), (140, 64)])
+def test_pools_of_more_than_2_31_elements(device, provider, tokens, heads, kv_dtype):
     pages = (2**31 // (64 * 512)) + 8
-    case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, seed=14)
-    small, case.swa = case.swa, torch.empty(pages, 64, 512, dtype=kv_dtype, device=device)
-    case.swa[-13:] = small
-    expected = case.expected.__func__
-    shifted = case.indices[:, :128]
-    case.indices[:, :128] = torch.where(shifted >= 0, shifted + (pages - 13) * 64, -1)
-    assert relative_error(case.run(provider), expected(case)) < TOLERANCE
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, seed=14)
+    for name, columns in (("swa", slice(128)), ("compressed", slice(128, None))):
+        large = torch.empty(pages, 64, 512, dtype=kv_dtype, device=device)
+        large[-13:] = getattr(case, name)
+        setattr(case, name, large)
+        shifted = case.indices[:, columns]
+        case.indices[:, columns] = torch.where(shifted >= 0, shifted + (pages - 13) * 64, -1)
+    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
