@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from timing import REPLAYS, copy_tb_s, microseconds, provenance
-from vllm.third_party.dsv4_kernels import sparse_mla
+from vllm.third_party.dsv4_kernels import native, sparse_mla
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 DEVICE = "cuda"
@@ -159,6 +159,7 @@ def main() -> int:
     results = measure(["triton", "sm90"], pools, fp8_ds_mla_pool(), measured)
     report = {
         **provenance(),
+        "native_build": native.build_info(native.LIBRARY),
         "method": {"calls_a_graph": CALLS, "replays": REPLAYS, "rows_a_pool": PAGES * PAGE},
         "ceilings": measured,
         "results": results,
