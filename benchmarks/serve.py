@@ -372,7 +372,7 @@ def main() -> None:
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "dummy", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
+    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
             "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
     asked = args.work / "question.json"

@@ -715,6 +715,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.heads < 8 or args.heads % 8:
         parser.error(f"--heads must be a multiple of 8, for an output group is 8 heads, and is {args.heads}")
+
+    def log(line: str) -> None:
+        if not args.quiet or not line.startswith("  "):
+            print(line, flush=True)
+
     try:
         shape = Shape(
             heads=args.heads,
@@ -723,14 +728,6 @@ def main(argv: list[str] | None = None) -> int:
             fp8_wo_b=args.fp8_wo_b,
             kv_rms=args.kv_rms,
         )
-    except ValueError as error:
-        parser.error(str(error))
-
-    def log(line: str) -> None:
-        if not args.quiet or not line.startswith("  "):
-            print(line, flush=True)
-
-    try:
         write_checkpoint(args.out_dir, shape, args.seed, log=log)
     except ValueError as error:
         parser.error(str(error))

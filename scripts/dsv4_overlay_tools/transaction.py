@@ -627,7 +627,7 @@ def recover(root: Path) -> None:
     as after.
     """
     if state_of(root) == "changing":
-        _restore(root)
+        _restore(root, _restorable(root))
     elif (root / STATE_DIR).exists():
         _refuse_strangers(root)
         _clear(root)
@@ -639,13 +639,12 @@ def revert(root: Path) -> None:
     Raises Refusal: half-applied if it fails on the way; before anything is changed not-writable, and what
     _restorable() says.
     """
-    record, _ = read_record(root)
-    check_writable(root, [resolve(root, entry["path"]) for entry in record["files"]])
-    _restorable(root)
+    found = _restorable(root)
+    check_writable(root, [resolve(root, entry["path"]) for entry, _, _ in found])
     try:
         os.replace(root / RECORD, root / JOURNAL)
         _sync(root / STATE_DIR)
-        _restore(root)
+        _restore(root, found)
     except OSError as error:
         raise Refusal(
             "half-applied",
@@ -686,11 +685,10 @@ def _restorable(root: Path) -> list[tuple[dict, str, bytes | None]]:
     return found
 
 
-def _restore(root: Path) -> None:
-    """Put everything in the journal back. Whatever is already back is left as it is, so a crash in
-    here is mended by running it again."""
+def _restore(root: Path, found: list[tuple[dict, str, bytes | None]]) -> None:
+    """Put everything in the journal back; `found` is what _restorable() says of it. Whatever is already
+    back is left as it is, so a crash in here is mended by both again."""
     record, _ = read_record(root)
-    found = _restorable(root)
     (root / STAGED).mkdir(exist_ok=True)
     for entry, state, _ in found:
         real = resolve(root, entry["path"])

@@ -123,6 +123,24 @@ class Step:
         if ratio > 1:
             self.add_compressed(slots, stale)
 
+    def common(self, block_table):
+        """What vLLM's builders of metadata are given."""
+        starts, lengths = self.metadata.query_start_loc, self.metadata.seq_lens
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.cpu(),
+            seq_lens=lengths,
+            num_reqs=len(self.requests),
+            num_actual_tokens=len(self.owner),
+            max_query_len=max(new for _, new in self.requests),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=block_table,
+            slot_mapping=self.metadata.slot_mapping,
+            positions=torch.tensor(self.position, device=DEVICE),
+        )
+        common.seq_lens_cpu_upper_bound = lengths.cpu()  # read from 0.23.0 on
+        return common
+
     def random(self, *shape):
         return torch.randn(*shape, generator=self.gen)
 
@@ -457,19 +475,7 @@ def test_metadata_of_compressed_rows(ratio, monkeypatch):
     """What vLLM's builder gives, without the tables that only FlashMLA reads."""
     step = Step(ratio, BF16, MIXED)
     expected = step.context.attn_metadata["layer"]
-    starts = expected.query_start_loc
-    common = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts.cpu(),
-        seq_lens=step.metadata.seq_lens,
-        num_reqs=len(MIXED),
-        num_actual_tokens=len(step.owner),
-        max_query_len=expected.max_query_len,
-        max_seq_len=expected.max_seq_len,
-        block_table_tensor=expected.block_table,
-        slot_mapping=step.metadata.slot_mapping,
-        positions=torch.tensor(step.position, device=DEVICE),
-    )
+    common = step.common(expected.block_table)
     hf_config = SimpleNamespace(compress_ratios=[ratio], index_topk=512)
     model_config = SimpleNamespace(hf_config=hf_config, max_model_len=512, get_num_attention_heads=lambda _: HEADS)
     config = SimpleNamespace(

@@ -13,7 +13,6 @@ from test_base_operators import as_rows, packed_pages, quantized, unpacked, writ
 from test_config_contract import make
 from vllm.dsv4_overlay import selftest
 from vllm.forward_context import override_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
@@ -47,21 +46,7 @@ class PackedStep(Step):
         for token, position in enumerate(self.position):
             rows = torch.randperm((position + 1) // ratio, generator=self.gen)[:TOPK]
             self.picked[token, : len(rows)] = rows.int()
-        window = self.metadata
-        starts = window.query_start_loc.cpu()
-        common = CommonAttentionMetadata(
-            query_start_loc=window.query_start_loc,
-            query_start_loc_cpu=starts,
-            seq_lens=window.seq_lens,
-            num_reqs=len(MIXED),
-            num_actual_tokens=len(self.owner),
-            max_query_len=int(starts.diff().max()),
-            max_seq_len=max(self.lengths),
-            block_table_tensor=window.block_table,
-            slot_mapping=window.slot_mapping,
-            positions=torch.tensor(self.position, device=DEVICE),
-        )
-        common.seq_lens_cpu_upper_bound = window.seq_lens.cpu()  # read from 0.23.0 on
+        common = self.common(self.metadata.block_table)
         hf_config = SimpleNamespace(sliding_window=128, compress_ratios=[ratio])
         config = SimpleNamespace(
             speculative_config=None,

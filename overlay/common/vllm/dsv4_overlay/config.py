@@ -95,11 +95,10 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     packed = itself and _capability().major == 12
     fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
     if scales_file(vllm_config) and not fp8:
-        instead = f", or use --attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8"
-        raise ValueError(
-            f"{OPTION} in --additional-config is for the full-width FP8 cache only"
-            f"{', which this GPU does not have; omit it' if packed else '; omit it' + instead}."
-        )
+        rest = f"; omit it, or use --attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
+        if packed:
+            rest = ", which this GPU does not have; omit it."
+        raise ValueError(f"{OPTION} in --additional-config is for the full-width FP8 cache only{rest}")
     if not full_cache:
         return  # stock vLLM, unchanged
     if backend not in (None, _FULL_CACHE):
@@ -178,12 +177,13 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
             f"attention_backend of --speculative-config is {backend.name}, and drafts share the model's; omit it."
         )
     dtype = getattr(speculative, "kv_cache_dtype", None)  # from 0.23.0 on
-    if dtype is not None and _ACCEPTED_DTYPES.get(dtype) != _ACCEPTED_DTYPES[cache_dtype]:
-        raise ValueError(
-            f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share the model's; omit it."
-        )
     if dtype is not None:
-        speculative.kv_cache_dtype = _ACCEPTED_DTYPES[dtype]  # or vLLM would choose their layers by its other name
+        resolved = _ACCEPTED_DTYPES[cache_dtype]
+        if _ACCEPTED_DTYPES.get(dtype) != resolved:
+            raise ValueError(
+                f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share the model's; omit it."
+            )
+        speculative.kv_cache_dtype = resolved  # by another name vLLM would choose other layers
 
 
 def check_machine() -> None:
