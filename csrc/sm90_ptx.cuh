@@ -13,8 +13,8 @@ namespace dsv4 {
 constexpr int kDim = 512;
 constexpr int kWindow = 128;
 constexpr float kLog2e = 1.4426950408889634f;
-// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight as
-// well as the weight itself, so that outputs are hardly ever rescaled.
+// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight
+// as well as the weight itself, so that outputs are hardly ever rescaled.
 constexpr float kSlack = 15.f;
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
@@ -90,8 +90,10 @@ __device__ __forceinline__ void wait_for_previous() {
 
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
-cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream) {
-  static const cudaError_t configured =
+cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster,
+                          cudaStream_t stream) {
+  // At every launch: each GPU of a process has its own.
+  const cudaError_t configured =
       cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (configured != cudaSuccess) return configured;
   cudaLaunchConfig_t config = {};

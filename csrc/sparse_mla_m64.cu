@@ -265,8 +265,8 @@ struct Block : Thread {
         if (half == 1)
 #pragma unroll
           for (int step = 0; step < 16; ++step)
-            stmatrix(base + L::kSecondQ + step / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)), q[step][0],
-                     q[step][1], q[step][2], q[step][3]);
+            stmatrix(base + L::kSecondQ + step / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)),
+                     q[step][0], q[step][1], q[step][2], q[step][3]);
       }
       barrier_arrive(q_read());
       ++entry;
@@ -356,8 +356,8 @@ struct Block : Thread {
   }
 
   // ---------------------------------------------------------------- outputs, 256 dimensions
-  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() gets a quarter of
-  // this warpgroup's dimensions into registers; put() stores it, widened, once that quarter of the slot is free.
+  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() gets a quarter
+  // of this warpgroup's dimensions into registers; put() stores it, widened, once that quarter of the slot is free.
   struct Fill {
     int swap;      // neighbours write to different banks
     uint32_t to;   // in a quarter of a slot
@@ -377,7 +377,8 @@ struct Block : Thread {
       barrier_wait(raw_full(quarter), fill.entry & 1);
       if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
       if (fill.kind != kKeys) return;
-      const uint8_t* const from = smem + L::kRaw + (warp % 4 * 4 + lane / 16) * kDim + warp / 4 * (kDim / 2) + lane % 16 * 16;
+      const uint8_t* const from =
+          smem + L::kRaw + (warp % 4 * 4 + lane / 16) * kDim + warp / 4 * (kDim / 2) + lane % 16 * 16;
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         fill.rows[r] = *reinterpret_cast<const uint4*>(from + (quarter * 16 + r * 2) * kDim);
@@ -429,7 +430,8 @@ struct Block : Thread {
             reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
         continue;
       }
-      float o[128] = {}, relative[2] = {kNoMaximum, kNoMaximum};  // outputs so far, and the maximum they are relative to
+      // Outputs so far, and the maximum they are relative to.
+      float o[128] = {}, relative[2] = {kNoMaximum, kNoMaximum};
       barrier_wait(q_read(), odd);
       take_and_put(fill);
       ++entry;

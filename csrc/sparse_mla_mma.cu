@@ -31,7 +31,8 @@ constexpr int kConsumers = 256, kProducers = 128, kThreads = kConsumers + kProdu
 }
 [[maybe_unused]] __device__ __forceinline__ uint4 read_remote(uint32_t from) {
   uint4 r;
-  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(from));
+  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(from));
   return r;
 }
 
@@ -50,7 +51,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 
 // ---------------------------------------------------------------- layout
 
-// Eight warps compute: as one group of eight, or two groups of four, each with its own items, ring and the rest of this.
+// Eight warps compute: as one group of eight, or two groups of four, each with its own items, ring and the rest of
+// this.
 template <bool FP8, int WARPS>
 struct Layout {
   static constexpr int kGroups = kConsumers / 32 / WARPS;
@@ -82,8 +84,8 @@ struct Layout {
   static __device__ __forceinline__ uint32_t full(uint32_t base, int stage) { return base + kBarriers + stage * 8; }
   static __device__ __forceinline__ uint32_t empty(uint32_t base, int stage) { return full(base, kStages + stage); }
 
-  // In p v a warp has so many dimensions, in blocks of 8 columns: column n of block j is dimension kRun * n + j (of each
-  // kRun * 8), so that a thread reads the dimensions of all its blocks at once.
+  // In p v a warp has so many dimensions, in blocks of 8 columns: column n of block j is dimension kRun * n + j (of
+  // each kRun * 8), so that a thread reads the dimensions of all its blocks at once.
   static constexpr int kDimsWarp = kDim / WARPS;
   static constexpr int kRun = FP8 ? kDimsWarp / 8 : 8;
   static_assert(kDimsWarp % (kRun * 8) == 0, "a warp has whole runs");
@@ -393,8 +395,8 @@ __device__ __forceinline__ void consume(const Params& p, uint8_t* smem, int warp
     for (int j = 0; j < kBlocksJ; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[j][i] = 0.f;
-    // Of rows g and g + 8: what weights are relative to, the maximum of the first tile or a later one, and the sum of the
-    // keys this thread scored.
+    // Of rows g and g + 8: what weights are relative to, the maximum of the first tile or a later one, and the sum of
+    // the keys this thread scored.
     float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) scale[h] = bmm1 * (FP8 ? q_scale[g + h * 8] : 1.f);
@@ -622,7 +624,8 @@ __device__ __forceinline__ void consume(const Params& p, uint8_t* smem, int warp
             for (int j = 0; j < 4; ++j)
               packed[j] = pack_bf16(acc[eight * 8 + 2 * j][2 * h + i] * factor,
                                     acc[eight * 8 + 2 * j + 1][2 * h + i] * factor);
-            *reinterpret_cast<uint4*>(to + L::first_dim(warp, t, i, eight)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            *reinterpret_cast<uint4*>(to + L::first_dim(warp, t, i, eight)) =
+                make_uint4(packed[0], packed[1], packed[2], packed[3]);
           }
       }
       continue;

@@ -21,18 +21,21 @@ int mma_splits(int blocks, int tiles, int sms) {
 
 cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream) {
   if (call.tokens == 0) return cudaSuccess;
-  int device = 0, sms = 0;
+  int device = 0, sms = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
+  // What is compiled for other GPUs is empty, and would leave the output as it was.
+  if (major != 9) return cudaErrorNoKernelImageForDevice;
   // Blocks of the grid if a block takes so many heads.
   const auto blocks = [&](int heads) { return call.tokens * divide(call.heads, heads); };
   const int key_bytes = call.rows_are_fp8 ? 512 : 1024, mma_tile = (64 << 10) / key_bytes;
 
   const bool few_heads = call.heads <= 16 && (call.rows_are_fp8 || blocks(16) < sms / 2);
   if (few_heads || blocks(16) * (call.rows_are_fp8 ? 4 : 8) <= sms) {
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer items
-    // than SMs too, since a tile of half the keys is there sooner.
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer
+    // items than SMs too, since a tile of half the keys is there sooner.
     const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
     const int splits = paired ? 1 : mma_splits(blocks(16), divide(call.width, mma_tile), sms);
     return launch_sparse_mla_mma(call, paired, splits, sms, stream);

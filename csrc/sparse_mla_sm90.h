@@ -7,8 +7,8 @@
 
 namespace dsv4 {
 
-// A number that numbers below 2^31 are divided by, with what replaces the division: Granlund and Montgomery, Division by
-// Invariant Integers using Multiplication (1994), figure 4.1.
+// A number that numbers below 2^31 are divided by, with what replaces the division: Granlund and Montgomery, Division
+// by Invariant Integers using Multiplication (1994), figure 4.1.
 struct Divisor {
   uint32_t value = 1, magic = 1;
   int32_t shift = 0;
@@ -49,8 +49,8 @@ struct SparseMla {
 // Limits: 1 to 128 heads, tokens below 2^24. Picks one of the three below.
 cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
 
-// 16 heads an item; `paired` (E4M3 rows alone, one split) for two items at a time on an SM; 1 to 8 blocks share a token's
-// keys.
+// 16 heads an item; `paired` (E4M3 rows alone, one split) for two items at a time on an SM; 1 to 8 blocks share a
+// token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, int sms, cudaStream_t stream);
 
 // 16 or 32 heads a block, heads on N; one block an SM, or `split`: two blocks share a token's keys.

@@ -1,10 +1,10 @@
 // Sparse MLA over full-width rows for Hopper: docs/sm90-sparse-mla.md.
 //
 // A block takes 16 or 32 heads of one token after another, with rows on M and heads on N of wgmma, so that few heads
-// do not pay for 64: scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a
-// ring of tiles of 64 keys, and q; one computes scores and weights of a tile; two add it to the outputs. E4M3 rows are
-// widened to fp16 in registers on their way into either product, and V^T is made there by byte permutation of two rows:
-// neither a widened nor a transposed row is ever stored.
+// do not pay for 64: scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into
+// a ring, by tiles of 64 keys; one computes scores and weights of a tile; two add it to the outputs, each for half of
+// the dimensions. E4M3 rows are widened to fp16 in registers on their way into either product, and V^T is made there by
+// byte permutation of two rows: neither a widened nor a transposed row is ever stored.
 // Few tokens: two blocks that share a token's keys form a cluster and merge through each other's shared memory.
 
 #include <cooperative_groups.h>
@@ -45,8 +45,8 @@ __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], 
                : outputs                                                                            \
                : "l"(a_descriptor), "l"(b_descriptor), "n"(ADD), "n"(ACROSS))
 
-// The same with a (64 x 16) in shared memory too, both BF16; ACROSS if a is to be read across its rows there. N is twice
-// the heads where both terms of weights are columns of one product.
+// The same with a (64 x 16) in shared memory too, both BF16; ACROSS if a is to be read across its rows there. N is
+// twice the heads where both terms of weights are columns of one product.
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor) {
   DSV4_WGMMA_SHARED(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11");
@@ -58,6 +58,20 @@ __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, u
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[32], uint64_t a_descriptor, uint64_t b_descriptor) {
   DSV4_WGMMA_SHARED(64, DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35");
+}
+
+// Of four lanes, whose numbers end in t: word i of lane t and word t of lane i change places.
+__device__ __forceinline__ void transpose4(uint32_t (&x)[4], int t) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? x[i] : x[i + 1], 1);
+    (t & 1 ? x[i] : x[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, t & 2 ? x[i] : x[i + 2], 2);
+    (t & 2 ? x[i] : x[i + 2]) = other;
+  }
 }
 
 // ---------------------------------------------------------------- q
@@ -98,7 +112,7 @@ __device__ __forceinline__ float to_half(uint4 (&raw)[2], uint32_t largest) {
 // What warp `warp` of WARPS does to load N heads of q into shared memory as B operand, fp16 if FP8. `scales`: what a
 // product with a head is to be multiplied by, in units of log2; `sinks` likewise. `meanwhile` is done between loads
 // and stores.
-template <bool FP8, int N, int WARPS, typename Meanwhile>
+template <int N, int WARPS, typename Meanwhile>
 __device__ __forceinline__ void load_q(const Params& p, const Item& item, int warp, int lane, uint8_t* to,
                                        float* scales, float* sinks, const Meanwhile& meanwhile) {
   constexpr int kRows = N / WARPS;
@@ -121,25 +135,19 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
   if (p.q_is_fp8)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) to_bf16(raw[i]);
-  if constexpr (FP8) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) largest[i] = largest_of(raw[i]);
+  for (int i = 0; i < kRows; ++i) largest[i] = largest_of(raw[i]);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
-  }
+  for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
   const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = i * WARPS + warp % WARPS;
-    float power = 1.f;
-    if constexpr (FP8) power = to_half(raw[i], largest[i]);
-    uint4 low = raw[i][0], high = raw[i][1];
-    if constexpr (FP8) {
-      // Of 16 E4M3 dimensions of a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8
-      // and 2t + 9 of its A fragment, so q is put in that order.
-      const uint4 a = low, b = high;
-      low = make_uint4(a.x, a.z, b.x, b.z), high = make_uint4(a.y, a.w, b.y, b.w);
-    }
+    const float power = to_half(raw[i], largest[i]);
+    // Of 16 E4M3 dimensions of a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8 and
+    // 2t + 9 of its A fragment, so q is put in that order.
+    const uint4 a = raw[i][0], b = raw[i][1];
+    const uint4 low = make_uint4(a.x, a.z, b.x, b.z), high = make_uint4(a.y, a.w, b.y, b.w);
     if (lane == 0) scales[row] = scale * power;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -157,33 +165,36 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
 template <bool FP8, int N>
 struct Layout {
   static constexpr int kRowBytes = FP8 ? 512 : 1024;
-  // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next.
-  static constexpr int kGroupBytes = 8 * kRowBytes;
-  static constexpr int kHalfBytes = 4 * kGroupBytes;
-  static constexpr int kHalves = FP8 ? (N == 32 ? 8 : 10) : (N == 32 ? 4 : 6);  // of tiles, in the ring
-  static constexpr int kQBuffers = FP8 || N == 32 ? 2 : 1;  // one where a second would cost a tile of the ring
-  static constexpr int kQParts = kQBuffers == 2 ? 4 : 1;    // that q is loaded in
-  static constexpr int kTerms = FP8 ? 1 : 2;                // BF16 weights come as high and low part
+  // The ring has slots of half of a tile's rows or, of BF16, of a quarter of the dimensions of all its rows.
+  static constexpr int kSlotsOfTile = FP8 ? 2 : 4;
+  static constexpr int kSlotBytes = kTile * kRowBytes / kSlotsOfTile;
+  static constexpr int kSlots = FP8 ? (N == 32 ? 8 : 10) : (N == 32 ? 11 : 12);
+  // What of rows is in a slot lies in groups of 8: their first 128 bytes, swizzled, then their next.
+  static constexpr int kGroupBytes = 8 * (FP8 ? kRowBytes : kRowBytes / 4);
+  // One q where a second would cost two slots of the ring, and then those who compute scores fetch it.
+  static constexpr int kQBuffers = FP8 ? 2 : 1;
+  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
   static constexpr int kTermBytes = N * kTile * 2;
   static constexpr int kAcc = kTerms * N / 2;  // values of a thread of 64 dimensions, both terms apart
   static constexpr int kQBytes = N * kDim * 2;
   static constexpr int kQ = 0;
   static constexpr int kWeights = kQ + kQBuffers * kQBytes;
   static constexpr int kRing = kWeights + 2 * kTerms * kTermBytes;
-  static constexpr int kScale = kRing + kHalves * kHalfBytes;  // [items, even and odd][N]
+  static constexpr int kScale = kRing + kSlots * kSlotBytes;  // [items, even and odd][N]
   static constexpr int kSink = kScale + 2 * N * 4;             // [items, even and odd][N]
   static constexpr int kMaximum = kSink + 2 * N * 4;           // [N]
   static constexpr int kReduce = kMaximum + N * 4;             // [4 warps][N]: largest score, or sum
   static constexpr int kCorrection = kReduce + 4 * N * 4;      // [weights][N]
   static constexpr int kFactor = kCorrection + 2 * N * 4;      // [weights][N]; of partial output: maxima, sums
   static constexpr int kState = kFactor + 2 * N * 4;           // [weights]: whether outputs are to be corrected
-  static constexpr int kThere = kState + 16;                   // [halves][4]: a bit for every row
-  static constexpr int kBarriers = kThere + kHalves * 4;
-  static constexpr int kTotal = kBarriers + (2 * kHalves + 8) * 8;
-  static_assert(kHalves % 2 == 0, "a tile's halves must lie together");
+  // A bit for every row: [slots][4 warps that fetch], or of quarters [4 tiles][4 warps].
+  static constexpr int kThere = kState + 16;
+  static constexpr int kBarriers = kThere + (FP8 ? kSlots * 4 : 4 * 8);
+  static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
+  static_assert(!FP8 || kSlots % 2 == 0, "bits of a tile's halves must lie together");
   static_assert(kBarriers % 8 == 0, "barriers must be aligned");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
-  static_assert(N * kDim * 4 <= kHalves * kHalfBytes, "partial output must fit the ring");
+  static_assert(N * kDim * 4 <= kSlots * kSlotBytes, "partial output must fit the ring");
 };
 
 template <bool FP8, int N>
@@ -193,15 +204,18 @@ struct Block : Thread {
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   // Rows, weights and q: they are there; everybody is done with them.
-  __device__ __forceinline__ uint32_t full(int half) const { return barrier(half); }
-  __device__ __forceinline__ uint32_t empty(int half) const { return barrier(L::kHalves + half); }
-  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kHalves + buffer); }
-  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kHalves + 2 + buffer); }
-  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kHalves + 4 + buffer); }
-  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kHalves + 6 + buffer); }
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }
+  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(L::kSlots + slot); }
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kSlots + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kSlots + 2 + buffer); }
+  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kSlots + 4 + buffer); }
+  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kSlots + 6 + buffer); }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < L::kHalves; ++i) barrier_init(full(i), 128 + 4), barrier_init(empty(i), kOutputThreads);
+    for (int i = 0; i < L::kSlots; ++i) {
+      barrier_init(full(i), 128 + 4);
+      barrier_init(empty(i), FP8 ? kOutputThreads : 128);  // a quarter is for one of the two warpgroups
+    }
     for (int i = 0; i < 2; ++i) {
       barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
       barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
@@ -209,13 +223,24 @@ struct Block : Thread {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // ---------------------------------------------------------------- four warps: rows, and q, on their way
-  // A warp copies 8 rows of every half tile; its lanes look up those of four, ahead of time.
+  // ---------------------------------------------------------------- four warps: rows, and fp16 q, on their way
+  // A warp copies 8 rows of every half of a tile, or 16 rows of every quarter; its lanes look up those of two tiles,
+  // ahead of time.
   __device__ __forceinline__ void produce() const {
-    const int row0 = warp % 4 * 8, my_key = lane / 8 * 32 + row0 + lane % 8;
+    constexpr int kRows = FP8 ? 8 : 16;
+    const int my_key = (lane / kRows * 4 + warp % 4) * kRows + lane % kRows;
     uint32_t count = 0, served = 0;
     int i = blockIdx.x;
     Item item(p, i, N, Lengths(p, i));
+    // Where slot `count` of all is, once it is free.
+    const auto slot_of = [&](uint32_t count) {
+      barrier_wait(empty(count % L::kSlots), count / L::kSlots & 1 ^ 1);
+      return base + L::kRing + count % L::kSlots * L::kSlotBytes;
+    };
+    const auto on_their_way = [&](uint32_t count) {
+      copies_arrive(full(count % L::kSlots));
+      if (lane == 0) barrier_arrive(full(count % L::kSlots));  // for what it stored itself
+    };
     const auto look_up = [&](const Item& item, int key0) {
       const int key = key0 + my_key, column = item.first + key;
       const int at = column < item.window ? column : kWindow + column - item.window;
@@ -225,65 +250,80 @@ struct Block : Thread {
     // have nothing else to do yet.
     const auto fetch_q = [&](const Item& of, int part, const auto& meanwhile) {
       const int buffer = served % L::kQBuffers;
-      load_q<FP8, N, 4 * L::kQParts>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
-                                     floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N, [&] {
-                                       meanwhile();
-                                       if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
-                                     });
+      load_q<N, 16>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
+                    floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N, [&] {
+                      meanwhile();
+                      if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
+                    });
       // Twice: those who load the first q are twice as many. All who wrote arrive, since racecheck does not follow an
       // order that goes through a named barrier first.
-      if (part == L::kQParts - 1) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
+      if (part == 3) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
     };
     Lengths lengths(p, i + gridDim.x);
-    int next = look_up(item, 0), parts = item.tiles > 0 ? L::kQParts : 0;  // of q that are there
+    int next = look_up(item, 0), parts = item.tiles > 0 ? 4 : 0;  // of q that are there
     while (i < p.items) {
       i += gridDim.x;
       const Item now = item;
       item = Item(p, i, N, lengths);
       if (i >= p.items) item.keys = item.tiles = 0;
       lengths = Lengths(p, i + gridDim.x);
-      if (item.tiles > 0) prefetch_q(p, item, N);
+      if (FP8 && item.tiles > 0) prefetch_q(p, item, N);
       const auto rest_of_q = [&] {
 #pragma unroll 1
-        for (; parts < L::kQParts; ++parts) fetch_q(now, parts, [] {});
+        for (; parts < 4; ++parts) fetch_q(now, parts, [] {});
         ++served, parts = 0;
       };
-      if (L::kQBuffers == 2 && now.tiles > 0) rest_of_q();
+      if (FP8 && now.tiles > 0) rest_of_q();
       for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
         const int index = next;
         const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
         if (index >= 0) from = row_of(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
         const unsigned there = __ballot_sync(~0u, index >= 0);
         next = key0 + 128 < now.tiles * kTile ? look_up(now, key0 + 128) : look_up(item, 0);
+        // With the last rows: by then what was asked for at the item's start may have left the cache.
+        if (!FP8 && key0 + 128 >= now.tiles * kTile && item.tiles > 0) prefetch_q(p, item, N);
 #pragma unroll 1
-        for (int h = 0; h < 4; ++h) {
-          if (key0 + h * 32 >= now.tiles * kTile) break;
-          const auto copy = [&] {
-            const uint32_t half = count % L::kHalves;
-            barrier_wait(empty(half), count / L::kHalves & 1 ^ 1);
-            const uint32_t to = base + L::kRing + half * L::kHalfBytes + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
+        for (int h = 0; h < 32 / kRows; ++h) {
+          if (key0 + h * 4 * kRows >= now.tiles * kTile) break;
+          const unsigned bits = there >> (h * kRows);
+          // All rows are passed on before the first copy: a shuffle after it would wait until the copy has left. Two
+          // rows' parts of a quarter are copied at once.
+          const int second = FP8 ? 0 : lane / 16;
+          const uint8_t* rows[8];
 #pragma unroll
-            for (int r = 0; r < 8; ++r) {
-              const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * 8 + r) + lane * 16;
-              const int bytes = there >> (h * 8 + r) & 1 ? 16 : 0;
+          for (int r = 0; r < 8; ++r) {
+            const int64_t row =
+                __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * kRows + r * (kRows / 8) + second);
+            rows[r] = reinterpret_cast<const uint8_t*>(row) + lane % (FP8 ? 32 : 16) * 16;
+            asm volatile("" : "+l"(rows[r]));
+          }
+          if constexpr (FP8) {
+            const auto copy = [&] {
+              const uint32_t to = slot_of(count) + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
 #pragma unroll
-              for (int c = 0; c < L::kRowBytes / 512; ++c)
-                copy16(to + swizzled(r, lane % 8) + c * 4096, reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
+              for (int r = 0; r < 8; ++r) copy16(to + swizzled(r, lane % 8), rows[r], bits >> r & 1 ? 16 : 0);
+              if (lane == 0) smem[L::kThere + count % L::kSlots * 4 + warp % 4] = bits;
+              on_their_way(count++);
+            };
+            // The next item's q, around rows: now that the item before this one has been scored, its q is free.
+            if (key0 == 128 && item.tiles > 0)
+              fetch_q(item, parts++, copy);
+            else
+              copy();
+          } else {
+#pragma unroll 1
+            for (int quarter = 0; quarter < 4; ++quarter) {
+              const uint32_t to = slot_of(count) + warp % 4 * 2 * L::kGroupBytes + lane / 8 % 2 * 1024;
+#pragma unroll
+              for (int r = 0; r < 8; ++r)
+                copy16(to + r / 4 * L::kGroupBytes + swizzled(r % 4 * 2 + second, lane % 8), rows[r] + quarter * 256,
+                       bits >> (r * 2 + second) & 1 ? 16 : 0);
+              if (quarter == 0 && lane == 0)
+                *reinterpret_cast<uint16_t*>(smem + L::kThere + count / 4 % 4 * 8 + warp % 4 * 2) = bits;
+              on_their_way(count++);
             }
-            copies_arrive(full(half));
-            if (lane == 0) {
-              smem[L::kThere + half * 4 + warp % 4] = there >> (h * 8);
-              barrier_arrive(full(half));
-            }
-          };
-          // The next item's q, around rows: now that the item before this one has been scored, its q is free.
-          if (L::kQBuffers == 2 && key0 == 128 && item.tiles > 0)
-            fetch_q(item, parts++, copy);
-          else
-            copy();
-          ++count;
+          }
         }
-        if (L::kQBuffers == 1 && key0 == 0) rest_of_q();  // rows first, while the item before is still being scored
       }
       if (now.tiles == 0) next = look_up(item, 0);
     }
@@ -294,26 +334,35 @@ struct Block : Thread {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
     asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
     const uint64_t q = descriptor(q_at);
-    if constexpr (!FP8) {
-      const uint64_t rows = descriptor(base + L::kRing + 2 * tile % L::kHalves * L::kHalfBytes, L::kGroupBytes);
-      fence_async();  // the rows came by copies that wgmma does not see by itself
-      products_begin();
+    if constexpr (FP8)
 #pragma unroll
-      for (int step = 0; step < 32; ++step) {
-        const uint64_t a = rows + ((step / 4 * 1024 + step % 4 * 32) >> 4);
-        const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
-        if (step == 0)
-          product<false>(s, a, b);
-        else
-          product<true>(s, a, b);
+      for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
+    if constexpr (!FP8) {
+      // A quarter of the dimensions is multiplied as soon as it is there.
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const uint32_t count = 4 * tile + quarter;
+        const uint64_t rows = descriptor(base + L::kRing + count % L::kSlots * L::kSlotBytes, L::kGroupBytes);
+        barrier_wait(full(count % L::kSlots), count / L::kSlots & 1);
+        fence_async();  // the rows came by copies that wgmma does not see by itself
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint64_t a = rows + ((i / 4 * 1024 + i % 4 * 32) >> 4);
+          const uint64_t b = q + (((quarter * 2 + i / 4) * N * 128 + i % 4 * 32) >> 4);
+          if (quarter == 0 && i == 0)
+            product<false>(s, a, b);
+          else
+            product<true>(s, a, b);
+        }
+        products_commit();
       }
-      products_commit();
       products_wait<0>();
       return;
     }
-    const uint32_t half = (2 * tile + (warp % 4 >> 1)) % L::kHalves;
     // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
-    const uint32_t rows = base + L::kRing + half * L::kHalfBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+    const uint32_t rows = base + L::kRing + (2 * tile + (warp % 4 >> 1)) % L::kSlots * L::kSlotBytes +
+                          ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
     // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
     // they take are done.
     constexpr int kSteps = 8, kBuffers = 2;  // of 16 dimensions, in a batch; batches
@@ -361,8 +410,9 @@ struct Block : Thread {
   __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool& started, int odd,
                                           bool is_last) const {
     const int g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
-    const uint32_t half = 2 * tile % L::kHalves;
-    const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + half * 4);
+    const int there_at = FP8 ? 2 * tile % L::kSlots * 4 : tile % 4 * 8;
+    const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + there_at);
+    // Of a tile's rows 0 and 8, one.
     const bool any = there.x | there.y, reference = there.x & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
     float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
@@ -489,11 +539,47 @@ struct Block : Thread {
     }
   }
 
+  // q as it is, BF16, on its way: `heads` heads (or N) from `q` on.
+  __device__ __forceinline__ void copy_q(const __nv_bfloat16* q, int heads) const {
+    int row0 = warp % 4, lane = this->lane;
+    asm volatile("" : "+r"(row0), "+r"(lane));  // or else ptxas keeps addresses in registers, tile after tile
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const int row = i * 4 + row0;
+      const __nv_bfloat16* const from = q + (row < heads ? row : 0) * p.q_head_stride + lane * 8;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        copy16(base + L::kQ + (c * 4 + lane / 8) * N * 128 + swizzled(row, lane % 8), from + c * 256,
+               row < heads ? 16 : 0);
+    }
+  }
+
   __device__ __forceinline__ void weigh() const {
     uint32_t tile = 0, served = 0;
     Lengths lengths(p, blockIdx.x);
+    // BF16 q is fetched here, and the sink of the head that is this thread's.
+    const int my_head = threadIdx.x % 128;
+    const __nv_bfloat16* q = nullptr;
+    int heads = 0;
+    float sink = 0.f;
+    bool q_comes = false;
+    const auto look_ahead = [&](const Item& item) {
+      q = static_cast<const __nv_bfloat16*>(p.q) + item.token * p.q_token_stride + item.head0 * p.q_head_stride;
+      heads = p.heads - item.head0;
+      sink = my_head < N && my_head < heads && p.sinks ? p.sinks[item.head0 + my_head] : -INFINITY;
+    };
+    const float scale = FP8 ? 0.f : (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const Item item(p, i, N, lengths);
+      if (!FP8 && item.tiles > 0) {
+        // The last item's q is read by nobody any more: finish() has barriers.
+        if (!q_comes) look_ahead(item), copy_q(q, heads);
+        const int at = served % 2 * N + my_head;
+        if (my_head < N) floats(L::kScale)[at] = scale, floats(L::kSink)[at] = sink * kLog2e;
+        copies_wait();
+        fence_async();
+        sync_threads(1, 128);
+      }
       lengths = Lengths(p, i + gridDim.x);
       if (item.tiles == 0) {
         const int head = threadIdx.x % 128;
@@ -503,15 +589,19 @@ struct Block : Thread {
       const int buffer = served % L::kQBuffers;
       float sum[N / 4] = {};
       bool started = false;  // there is a maximum
-      barrier_wait(q_full(buffer), served / L::kQBuffers & 1);
+      if (FP8) barrier_wait(q_full(buffer), served / L::kQBuffers & 1);
       for (int left = item.tiles; left > 0; --left, ++tile) {
         float s[N / 2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kHalves), (2 * tile + h) / L::kHalves & 1);
+        if (!FP8 && left == 1) look_ahead(Item(p, i + gridDim.x, N, lengths));  // while the last rows are waited for
         scores(s, tile, buffer);
-        if (L::kQBuffers == 1 && left == 1) barrier_arrive(q_empty(buffer));  // scales of the next item lie elsewhere
+        if (!FP8 && left == 1) {
+          // The next item's q comes while the last weights are computed. It has keys if one is visible.
+          q_comes = i + gridDim.x < p.items && lengths.visible > 0;
+          sync_threads(1, 128);  // all have read this item's
+          if (q_comes) copy_q(q, heads);
+        }
         weights(s, sum, tile, started, served & 1, left == 1);
-        if (L::kQBuffers == 2 && left == 1) barrier_arrive(q_empty(buffer));  // its scales are read until here
+        if (FP8 && left == 1) barrier_arrive(q_empty(buffer));  // its scales are read until here
       }
       ++served;
     }
@@ -547,26 +637,32 @@ struct Block : Thread {
     const int t = lane % 4, buffer = tile % 2;
     const uint64_t b = descriptor(base + L::kWeights + buffer * L::kTerms * L::kTermBytes);
     if constexpr (!FP8) {
-      // V^T is read from the ring, across its rows. Both terms of the weights are columns of one product.
+      // V^T is read from the ring, across its rows: of two quarters. Both terms of the weights are columns of one
+      // product.
       wait_weights(acc, tile);
+      uint32_t slot[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32_t count = 2 * tile + h, half = count % L::kHalves;
-        barrier_wait(full(half), count / L::kHalves & 1);
-        fence_async();
-        const uint64_t rows = descriptor(base + L::kRing + half * L::kHalfBytes + warp / 4 * 4096, L::kGroupBytes);
+        const uint32_t count = 4 * tile + warp / 4 * 2 + h;
+        slot[h] = count % L::kSlots;
+        barrier_wait(full(slot[h]), count / L::kSlots & 1);
+      }
+      fence_async();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint64_t rows = descriptor(base + L::kRing + slot[h] * L::kSlotBytes, L::kGroupBytes);
         products_begin();
 #pragma unroll
-        for (int step = 0; step < 2; ++step)
+        for (int step = 0; step < 4; ++step)
 #pragma unroll
-          for (int m = 0; m < 4; ++m)
-            product<true, true>(acc[m], rows + ((step * 2 * L::kGroupBytes + m * 1024) >> 4), b + (h * 2 + step) * 2);
+          for (int m = 0; m < 2; ++m)
+            product<true, true>(acc[h * 2 + m], rows + ((step * 2 * L::kGroupBytes + m * 1024) >> 4), b + step * 2);
         products_commit();
       }
       products_wait<1>();
-      barrier_arrive(empty(2 * tile % L::kHalves));
+      barrier_arrive(empty(slot[0]));
       products_wait<0>();
-      barrier_arrive(empty((2 * tile + 1) % L::kHalves));
+      barrier_arrive(empty(slot[1]));
     } else {
       // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions.
       const int block = warp / 2, chunk = warp % 2 * 4 + lane / 8;
@@ -574,9 +670,9 @@ struct Block : Thread {
       const int odd_row = block * 1024 + swizzled(2 * t + 1, chunk) + lane / 4 % 2 * 8;
       uint32_t a[2][4][4], raw[4][2];
       const auto read = [&](int step) {
-        const uint32_t count = 2 * tile + step / 2, half = count % L::kHalves;
-        if (step % 2 == 0) barrier_wait(full(half), count / L::kHalves & 1);
-        const uint8_t* const rows = smem + L::kRing + half * L::kHalfBytes + step % 2 * 2 * L::kGroupBytes;
+        const uint32_t count = 2 * tile + step / 2, slot = count % L::kSlots;
+        if (step % 2 == 0) barrier_wait(full(slot), count / L::kSlots & 1);
+        const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
 #pragma unroll
         for (int k = 0; k < 4; ++k) read_words(raw[k], rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row));
       };
@@ -594,7 +690,7 @@ struct Block : Thread {
       wait_weights(acc, tile);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kHalves));
+        if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kSlots));
         products_begin();
 #pragma unroll
         for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step & 1][m], b + step * 2);
@@ -616,8 +712,8 @@ struct Block : Thread {
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const Item item(p, i, N, lengths);
       lengths = Lengths(p, i + gridDim.x);
-      if (i == blockIdx.x && item.tiles > 0) {
-        load_q<FP8, N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink), [] {});
+      if (FP8 && i == blockIdx.x && item.tiles > 0) {
+        load_q<N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink), [] {});
         barrier_arrive(q_full(0));
       }
       float acc[4][L::kAcc] = {};
@@ -661,14 +757,20 @@ struct Block : Thread {
           const int head = item.head0 + n * 8 + g;
           const bool is = head < p.heads;
           __nv_bfloat16* const to = out_of(item.token, is ? head : 0);
+          // Of four blocks of 8 dimensions, the four lanes of a head have two of each, and then eight of one each.
 #pragma unroll
-          for (int m = 0; m < 4; ++m)
+          for (int m = 0; m < 4; m += 2) {
+            uint32_t packed[4];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float* const x = acc[m] + n * 4 + 2 * h;
-              const uint32_t packed = transposed8(pack_bf16(x[0] * factor.x, x[1] * factor.y));
-              if (is) *reinterpret_cast<uint32_t*>(to + dim_of(m, h, 2 * t)) = packed;
+            for (int k = 0; k < 4; ++k) {
+              const float* const x = acc[m + k / 2] + n * 4 + k % 2 * 2;
+              packed[k] = transposed8(pack_bf16(x[0] * factor.x, x[1] * factor.y));
             }
+            transpose4(packed, t);
+            if (is)
+              *reinterpret_cast<uint4*>(to + dim_of(m + t / 2, t % 2, 0)) =
+                  make_uint4(packed[0], packed[1], packed[2], packed[3]);
+          }
         }
       } else {
 #pragma unroll

@@ -460,6 +460,22 @@ def test_cache_of_the_other_format_is_refused(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_heads_beyond_32_bit_offsets(operator, device):
+    near, far = (Case(operator, device, heads=8) for _ in range(2))
+    apart = 2**31 // 7 // 16 * 16 + 16
+    for name in ("q", "q_fp8"):
+        tensor = getattr(near, name)
+        large = torch.empty(8 * apart, dtype=tensor.dtype, device=device)
+        setattr(far, name, large.as_strided(tensor.shape, (512, apart, 1)))
+    far.q.copy_(near.q)
+    far.run()
+    check_against_definition(near)
+    written = (far.q_fp8 if far.q_fp8_out else far.q).contiguous().view(torch.uint8)
+    assert torch.equal(written.cpu(), near.output_q().contiguous().view(torch.uint8))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
 def test_pool_beyond_32_bit_offsets(slot_dtype, device):
     case = Case(

@@ -422,6 +422,27 @@ def test_pools_of_more_than_2_31_elements(device, provider, tokens, heads, kv_dt
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens, heads, kv_dtype", [(3, 8, E4M3), (140, 32, BF16), (140, 64, BF16)])
+def test_heads_more_than_2_31_elements_apart(device, provider, tokens, heads, kv_dtype):
+    """Heads come before tokens in memory, in the query and in the output."""
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, seed=16)
+    apart = 2**31 // (heads - 1) // 8 * 8 + 8
+    query, out = (
+        torch.empty(heads * apart, dtype=BF16, device=device).as_strided(
+            (tokens, 1, heads, 512), (512, 512, apart, 1)
+        )
+        for _ in range(2)
+    )
+    query[:, 0] = case.query
+    out.fill_(float("nan"))
+    sparse_mla(
+        query, case.swa[:, None], None, case.indices, case.compressed[:, None], case.topk_lens.to(device),
+        case.visible.to(device), out=out, bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
+    )  # fmt: skip
+    assert relative_error(out[:, 0], case.expected()) < TOLERANCE
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("tokens, heads", [(8, 16), (16, 64), (150, 16), (150, 64)])
 def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, tokens, heads):

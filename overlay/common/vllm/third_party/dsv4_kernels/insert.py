@@ -134,7 +134,7 @@ def _insert_kernel(
     column = tl.arange(0, HALF_DIM)[None, :]
 
     if tile < head_programs:
-        head = tile * HEADS + tl.arange(0, HEADS)[:, None]
+        head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
         live = head < NUM_HEADS
         source = q + token * q_token_stride + head * q_head_stride + column
         low = tl.load(source, mask=live, other=0.0).to(tl.float32)

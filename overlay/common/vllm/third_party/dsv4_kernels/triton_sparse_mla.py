@@ -138,7 +138,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(2)
     dim = tl.arange(0, _D)
     head_mask = (head < heads)[:, None]
@@ -275,7 +275,7 @@ def _merge_kernel(
 ):
     """Merge the splits of one token and head in order, then the sink."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, _D)
     if SCALE_TENSOR:
         bmm2_scale = tl.load(bmm2_scale)
