@@ -3,16 +3,25 @@
 
     python benchmarks/insert.py --out benchmarks/results/insert.json
 
-Times are medians of CUDA-graph replays. A replay makes 20 calls, each with buffers of its own up to 8 GB in all:
-so small batches come from the L2 cache, as they do after a projection, and large ones from memory. Stock vLLM's
-kernel pads Q to the 64 or 128 heads that FlashMLA takes and stores rows of 584 bytes; it is left out where there
-is no vLLM (an installed one, or its `_C` library with --vllm-library). `share` is how much of the bandwidth of a
-copy, measured in the same run, the bytes of the operator make.
+Times are medians of CUDA-graph replays. `need` is the time that the bytes of the operator take at the bandwidth of
+a copy, measured in the same run; `times` is how often that went by. Four conditions:
+
+- `slots`: `rows` puts every token into a row of its own anywhere in the cache, at any position, as tokens of as
+  many sequences are; `blocks` fills blocks anywhere row by row, with consecutive positions, as prefills do, from
+  1024 tokens up.
+- `q`: `cold` has buffers for each of up to 20 calls of a replay, up to 8 GB: so Q of small batches comes from the
+  L2 cache, and of large ones from memory. `hot` has as few buffers as half of the L2 cache holds, if it holds one:
+  Q is there, as it is when the projection just wrote it. `need` is then no bound.
+
+Stock vLLM's kernel, for cold Q, pads Q to the 64 or 128 heads that FlashMLA takes and stores rows of 584 bytes; it
+is left out where there is no vLLM (an installed one, or its library with --vllm-library).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -31,25 +40,44 @@ TOKENS = (1, 16, 128, 1024, 4096, 16384)
 HEADS = (8, 16, 32, 64, 128)
 OPERATORS = ("full_cache_bf16_insert", "full_cache_fp8_insert", "full_cache_fp8_insert_bf16_q")
 CALLS, MAX_BYTES = 20, 8e9
+PREFILL = 1024  # tokens from which on batches are measured with slots in blocks too
 BLOCK, MAX_POSITION, EPS = 64, 1 << 16, 1e-6
 BLOCKS = 1 << 14
 
 
 class Inputs:
-    """Buffers for several calls of one shape. Slots and positions are random, slots differ within a call."""
+    """Buffers for several calls of one shape. Slots differ within a call."""
 
     def __init__(self, tokens: int, heads: int) -> None:
         self.tokens, self.heads = tokens, heads
+        self.buffers = 0  # of Q and KV that calls go over; all calls have their own if 0
         self.calls = int(min(CALLS, max(2, MAX_BYTES // (tokens * heads * 1024))))
         self.q = torch.randn(tokens, heads, 512, device="cuda").bfloat16().repeat(self.calls, 1, 1, 1)
         self.q_fp8: torch.Tensor | None = None
         self.kv = torch.randn(self.calls, tokens, 512, device="cuda").bfloat16()
-        self.slots = torch.stack(
-            [torch.randperm(BLOCKS * BLOCK, device="cuda")[:tokens] for _ in range(self.calls)]
-        )
-        self.positions = torch.randint(0, MAX_POSITION, (self.calls, tokens), device="cuda")
         self.cos_sin = torch.randn(MAX_POSITION, 64, device="cuda")
         self.scale = torch.ones(1, device="cuda")
+
+    def place(self, slots: str) -> None:
+        """Draw `slots` and `positions` of all calls: see the docstring of this file."""
+        blocks = slots == "blocks"
+        run = torch.arange(BLOCK if blocks else 1, device="cuda")
+        runs = self.tokens // len(run)
+        self.slots = torch.stack(
+            [
+                (torch.randperm(BLOCKS * BLOCK // len(run), device="cuda")[:runs, None] * len(run) + run).flatten()
+                for _ in range(self.calls)
+            ]
+        )
+        run = torch.arange(PREFILL if blocks else 1, device="cuda")
+        first = torch.randint(0, MAX_POSITION - PREFILL, (self.calls, self.tokens // len(run), 1), device="cuda")
+        self.positions = (first + run).flatten(1)
+
+    def heat(self, operator: str) -> bool:
+        """Let the calls go over as few buffers as half of the L2 cache holds; whether it holds one."""
+        of_a_call = self.tokens * (self.heads * (1536 if operator == "full_cache_fp8_insert" else 1024) + 1024)
+        self.buffers = min(self.calls, torch.cuda.get_device_properties(0).L2_cache_size // 2 // of_a_call)
+        return self.buffers > 0
 
     def call(self, functions: object, operator: str, cache: torch.Tensor) -> Callable[[int], object]:
         run = getattr(functions, operator)
@@ -58,12 +86,13 @@ class Inputs:
 
         def call(i: int) -> None:
             index = (cache, self.slots[i], self.positions[i], self.cos_sin)
+            j = i % (self.buffers or self.calls)
             if operator == "full_cache_bf16_insert":
-                run(self.q[i], self.kv[i], *index, EPS, BLOCK)
+                run(self.q[j], self.kv[j], *index, EPS, BLOCK)
             elif operator == "full_cache_fp8_insert":
-                run(self.q[i], self.kv[i], self.q_fp8[i], *index, self.scale, self.scale, EPS, BLOCK)
+                run(self.q[j], self.kv[j], self.q_fp8[j], *index, self.scale, self.scale, EPS, BLOCK)
             else:
-                run(self.q[i], self.kv[i], *index, self.scale, EPS, BLOCK)
+                run(self.q[j], self.kv[j], *index, self.scale, EPS, BLOCK)
 
         return call
 
@@ -85,17 +114,18 @@ def stock_is_there(library: Path | None) -> bool:
     if library:
         torch.ops.load_library(str(library))
     else:
-        try:
-            import vllm._C  # noqa: F401
-        except ImportError:
-            return False
+        for module in ("vllm._C", "vllm._C_stable_libtorch"):  # the second since 0.33
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
     return hasattr(torch.ops._C, "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON with every figure")
-    parser.add_argument("--vllm-library", type=Path, help="vllm/_C.abi3.so, where vLLM is not installed")
+    parser.add_argument(
+        "--vllm-library", type=Path, help="vllm/_C.abi3.so, or since 0.33 vllm/_C_stable_libtorch.abi3.so"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: this benchmark needs a CUDA GPU, and there is none.", file=sys.stderr)
@@ -117,29 +147,47 @@ def main() -> int:
     packed = torch.empty(BLOCKS, BLOCK * 584, dtype=torch.uint8, device="cuda") if with_stock else None
 
     results = []
-    print(f"{'operator':30}{'heads':>6}{'tokens':>7}  {'by':8}{'us':>9}{'share':>7}{'stock us':>10}{'speedup':>9}")
+    print(
+        f"{'operator':30}{'heads':>6}{'tokens':>7}  {'slots':7}{'q':5} {'by':8}{'us':>9}{'need':>9}{'times':>7}"
+        f"{'stock us':>10}{'speedup':>9}"
+    )
+    conditions = [(slots, q) for slots in ("blocks", "rows") for q in ("cold", "hot")]
     for heads in HEADS:
         for tokens in TOKENS:
             inputs = Inputs(tokens, heads)
-            stock = microseconds(inputs.stock(packed), inputs.calls) if packed is not None else None
-            for operator, cache in caches.items():
-                for name, functions in implementations.items():
-                    us = microseconds(inputs.call(functions, operator, cache), inputs.calls)
-                    row = {
-                        "operator": operator,
-                        "heads": heads,
-                        "tokens": tokens,
-                        "implementation": name,
-                        "us": round(us, 3),
-                        "bytes": inputs.bytes(operator),
-                        "share_of_copy": round(inputs.bytes(operator) / us / 1e6 / copy, 3),
-                        "stock_us": stock and round(stock, 3),
-                        "speedup": stock and round(stock / us, 3),
-                    }
-                    results.append(row)
-                    share = row["share_of_copy"]
-                    against = f"{stock:10.2f}{stock / us:9.2f}" if stock else ""
-                    print(f"{operator:30}{heads:6}{tokens:7}  {name:8}{us:9.2f}{share:7.2f}{against}", flush=True)
+            for slots, q in conditions if tokens >= PREFILL else [("rows", "cold")]:
+                inputs.place(slots)
+                inputs.buffers = 0
+                stock = None
+                if packed is not None and q == "cold":
+                    stock = microseconds(inputs.stock(packed), inputs.calls)
+                for operator, cache in caches.items():
+                    if q == "hot" and not inputs.heat(operator):
+                        continue
+                    for name, functions in implementations.items():
+                        us = microseconds(inputs.call(functions, operator, cache), inputs.calls)
+                        need = inputs.bytes(operator) / copy / 1e6
+                        row = {
+                            "operator": operator,
+                            "heads": heads,
+                            "tokens": tokens,
+                            "slots": slots,
+                            "q": q,
+                            "implementation": name,
+                            "us": round(us, 3),
+                            "bytes": inputs.bytes(operator),
+                            "need_us": round(need, 3),
+                            "times_need": round(us / need, 3),
+                            "stock_us": stock and round(stock, 3),
+                            "speedup": stock and round(stock / us, 3),
+                        }
+                        results.append(row)
+                        against = f"{stock:10.2f}{stock / us:9.2f}" if stock else ""
+                        print(
+                            f"{operator:30}{heads:6}{tokens:7}  {slots:7}{q:5} {name:8}{us:9.2f}{need:9.2f}"
+                            f"{us / need:7.2f}{against}",
+                            flush=True,
+                        )
             del inputs
             torch.cuda.empty_cache()
 
