@@ -3,8 +3,9 @@
 
     python benchmarks/insert.py --out benchmarks/results/insert.json
 
-Times are medians of CUDA-graph replays. `need` is the time that the bytes of the operator take at the bandwidth of
-a copy, measured in the same run; `times` is how often that went by. Four conditions:
+Times are medians of CUDA-graph replays. `copy` is what a plain copy of as many bytes takes in the same run, and
+`need` what it would take at the bandwidth of a copy of 2 GiB, which a small one does not reach; `times` is how
+often either went by. Four conditions:
 
 - `slots`: `rows` puts every token into a row of its own anywhere in the cache, at any position, as tokens of as
   many sequences are; `blocks` fills blocks anywhere row by row, with consecutive positions, as prefills do, from
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import REPLAYS, copy_tb_s, microseconds, provenance
+from timing import REPLAYS, copies, microseconds, provenance
 
 try:
     from vllm.third_party.dsv4_kernels import insert, native
@@ -137,7 +138,8 @@ def main() -> int:
         implementations["native"] = torch.ops.dsv4_kernels
     else:
         print("without native kernels: scripts/build-kernels.sh builds them", file=sys.stderr)
-    copy = copy_tb_s()
+    copy_us = copies()
+    copy = 2**32 / copy_us(2**32) / 1e6
     print(f"copy {copy:.2f} TB/s")
     caches = {
         "full_cache_bf16_insert": torch.empty(BLOCKS, BLOCK, 512, dtype=torch.bfloat16, device="cuda"),
@@ -149,7 +151,7 @@ def main() -> int:
     results = []
     print(
         f"{'operator':30}{'heads':>6}{'tokens':>7}  {'slots':7}{'q':5} {'by':8}{'us':>9}{'need':>9}{'times':>7}"
-        f"{'stock us':>10}{'speedup':>9}"
+        f"{'copy':>9}{'times':>7}{'stock us':>10}{'speedup':>9}"
     )
     conditions = [(slots, q) for slots in ("blocks", "rows") for q in ("cold", "hot")]
     for heads in HEADS:
@@ -164,6 +166,7 @@ def main() -> int:
                 for operator, cache in caches.items():
                     if q == "hot" and not inputs.heat(operator):
                         continue
+                    copied = copy_us(inputs.bytes(operator)) if q == "cold" else None
                     for name, functions in implementations.items():
                         us = microseconds(inputs.call(functions, operator, cache), inputs.calls)
                         need = inputs.bytes(operator) / copy / 1e6
@@ -178,11 +181,14 @@ def main() -> int:
                             "bytes": inputs.bytes(operator),
                             "need_us": round(need, 3),
                             "times_need": round(us / need, 3),
+                            "copy_us": copied and round(copied, 3),
+                            "times_copy": copied and round(us / copied, 3),
                             "stock_us": stock and round(stock, 3),
                             "speedup": stock and round(stock / us, 3),
                         }
                         results.append(row)
-                        against = f"{stock:10.2f}{stock / us:9.2f}" if stock else ""
+                        against = f"{copied:9.2f}{us / copied:7.2f}" if copied else ""
+                        against += f"{stock:10.2f}{stock / us:9.2f}" if stock else ""
                         print(
                             f"{operator:30}{heads:6}{tokens:7}  {slots:7}{q:5} {name:8}{us:9.2f}{need:9.2f}"
                             f"{us / need:7.2f}{against}",

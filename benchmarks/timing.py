@@ -35,14 +35,32 @@ def microseconds(call: Callable[[int], object], calls: int) -> float:
     return statistics.median(times)
 
 
-def copy_tb_s() -> float:
-    """Bytes read and written a second by an elementwise kernel over 2 GiB, in TB/s.
+def copies() -> Callable[[int], float]:
+    """How long a copy takes that reads and writes so many bytes together, in microseconds.
 
-    Not by a copy: a graph makes that a memcpy node, and the copy engine is slower than a kernel.
+    By an elementwise kernel: a graph makes of a copy a memcpy node, and the copy engine is slower. Up to 20 calls
+    have places of their own in 4 GiB, so that all but small ones are in memory and not in the L2 cache.
     """
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda _: torch.neg(source, out=target), 3) / 1e6
+
+    def time(nbytes: int) -> float:
+        values = min(nbytes // 4, len(source))  # for more than 4 GiB, in proportion
+        places = min(20, len(source) // values)
+        step = len(source) // places // 1024 * 1024
+
+        def call(i: int) -> None:
+            part = slice(i % places * step, i % places * step + values)
+            torch.neg(source[part], out=target[part])
+
+        return microseconds(call, max(3, places)) * nbytes / (4 * values)
+
+    return time
+
+
+def copy_tb_s() -> float:
+    """Bytes read and written a second by a copy of 2 GiB, in TB/s."""
+    return 2**32 / copies()(2**32) / 1e6
 
 
 def provenance() -> dict:
