@@ -3,6 +3,7 @@
 
     benchmarks/serve.sh --model DIR --tensor-parallel-size 4 --work /tmp/serve --out results.json
     benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, dummy weights, no download
+    benchmarks/serve.sh --dummy /tmp/v4-share --share-of 4 --tensor-parallel-size 1 ...
     benchmarks/serve.sh --draw results.json            the table, and the chart results.svg
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
@@ -13,7 +14,9 @@ are the same. What is compiled while the clock runs all the same (new libraries 
 TileLang, DeepGEMM and FlashInfer), the result names. What is in --work is not measured again, so an
 interrupted command can be given once more; --output-len and --concurrency make it shorter, and the
 result says so. --profile adds, with the first concurrency, the
-share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
+share of attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine
+with fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
+share of the heads, of the width of every expert and of the vocabulary, and nothing sent between GPUs.
 
 Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
 alike (the result has the environment and the options):
@@ -88,14 +91,14 @@ def write(path: Path, value: Any) -> None:
     draft.replace(path)
 
 
-def write_dummy(folder: Path) -> None:
+def write_dummy(folder: Path, share_of: int) -> None:
     """config.json of throughput.py, and the mini checkpoint's tokenizer: only its tokens have text."""
     import make_mini_checkpoint as mini
     import throughput
 
     folder.mkdir(parents=True, exist_ok=True)
     mini.write_tokenizer(folder, mini.Shape().vocab)
-    write(folder / "config.json", throughput.flash_config())
+    write(folder / "config.json", throughput.flash_config(share_of))
 
 
 def profile_delay(args: argparse.Namespace) -> int:
@@ -281,6 +284,7 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": where,
         "weights": "dummy" if args.dummy else "real",
+        "share_of": args.share_of,
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": args.input_len,
         "output_len": args.output_len,
@@ -330,8 +334,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             panel.set_xticks(range(len(places)), list(run["concurrency"]))
         panel.set(title=head, xlabel="requests at once")
     panels[0].legend()
+    share_of, tp = result.get("share_of", 1), result["tensor_parallel_size"]
     figure.suptitle(
-        f"{result['machine']['gpus'][0].split(',')[0]}, TP {result['tensor_parallel_size']}, "
+        f"{result['machine']['gpus'][0].split(',')[0]}, {f'share of TP {share_of}' if share_of > 1 else f'TP {tp}'}, "
         f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
     )
     figure.savefig(path, metadata={"Date": None})
@@ -343,6 +348,9 @@ def main() -> None:
     what.add_argument("--model", help="checkpoint folder or name")
     what.add_argument("--dummy", type=Path, metavar="DIR", help="make this folder, and serve dummy weights")
     what.add_argument("--draw", type=Path, metavar="JSON", help="only the table and the chart of a result")
+    parser.add_argument(
+        "--share-of", type=int, choices=(1, 2, 4, 8), default=1, help="GPUs whose share is served, with --dummy"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=4)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
     parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
@@ -359,20 +367,22 @@ def main() -> None:
         print(table(result))
         draw(result, args.draw.with_suffix(".svg"))
         return
+    if args.share_of > 1 and not args.dummy:
+        stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
     args.runs = args.runs.split(",")
     if unknown := set(args.runs) - RUNS.keys():
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
     args.concurrency = [int(count) for count in args.concurrency.split(",")]
     args.work.mkdir(parents=True, exist_ok=True)
     if args.dummy:
-        write_dummy(args.dummy)
+        write_dummy(args.dummy, args.share_of)
         args.model = str(args.dummy)
     from e2e import machine
 
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
+    keys = ("model", "share_of", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
             "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
     asked = args.work / "question.json"

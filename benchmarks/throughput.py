@@ -59,18 +59,20 @@ REPORTS = re.compile(
 )
 
 
-def flash_config() -> dict[str, Any]:
-    """config.json of V4-Flash's shape, routed by hash in every layer."""
+def flash_config(share_of: int = 1) -> dict[str, Any]:
+    """config.json of V4-Flash's shape, routed by hash in every layer; or of what each of `share_of` GPUs computes."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
     from make_mini_checkpoint import Shape, model_config
 
     shape = Shape(
         layers=43,
+        heads=64 // share_of,
+        o_groups=8 // share_of,
         compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0),
         hash_layers=43,
         experts=256,
-        moe_intermediate=2048,
-        vocab=129280,
+        moe_intermediate=2048 // share_of,
+        vocab=129280 // share_of,
         fp8_wo_b=True,
     )
     return model_config(shape) | {"expert_dtype": "fp4"}

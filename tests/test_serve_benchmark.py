@@ -231,9 +231,14 @@ def test_the_dummy_has_the_shape_of_v4_flash(tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import serve
 
-    serve.write_dummy(tmp_path)
+    serve.write_dummy(tmp_path, share_of=1)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["num_hidden_layers"], len(config["compress_ratios"]), config["vocab_size"]) == (43, 44, 129280)
     assert config["num_hash_layers"] == 43  # a router of near-zero weights would pick the same experts always
     assert config["n_routed_experts"] == 256 and config["expert_dtype"] == "fp4"
     assert "ignored_layers" not in config["quantization_config"]
+
+    serve.write_dummy(tmp_path, share_of=4)
+    share = json.loads((tmp_path / "config.json").read_text())
+    divided = {"num_attention_heads": 16, "o_groups": 2, "moe_intermediate_size": 512, "vocab_size": 32320}
+    assert {key: share[key] for key in config if share[key] != config[key]} == divided
