@@ -329,14 +329,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
     shown = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
     for panel, (key, head, factor) in zip(panels, (c for c in COLUMNS if c[0] in shown), strict=True):
         for offset, (name, run) in enumerate(result["runs"].items()):
-            places = [place + (offset - 1) * 0.27 for place in range(len(run["concurrency"]))]
+            middle = (len(result["runs"]) - 1) / 2
+            places = [place + (offset - middle) * 0.27 for place in range(len(run["concurrency"]))]
             panel.bar(places, [row[key] * factor for row in run["concurrency"].values()], 0.25, label=name)
             panel.set_xticks(range(len(places)), list(run["concurrency"]))
         panel.set(title=head, xlabel="requests at once")
     panels[0].legend()
-    share_of, tp = result.get("share_of", 1), result["tensor_parallel_size"]
+    share_of = result["share_of"]
+    parallel = f"share of TP {share_of}" if share_of > 1 else f"TP {result['tensor_parallel_size']}"
     figure.suptitle(
-        f"{result['machine']['gpus'][0].split(',')[0]}, {f'share of TP {share_of}' if share_of > 1 else f'TP {tp}'}, "
+        f"{result['machine']['gpus'][0].split(',')[0]}, {parallel}, "
         f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
     )
     figure.savefig(path, metadata={"Date": None})
@@ -382,8 +384,8 @@ def main() -> None:
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "share_of", "tensor_parallel_size", "input_len", "output_len", "serve_options", "max_num_seqs",
-            "max_model_len")  # fmt: skip
+    keys = ("model", "share_of", "tensor_parallel_size", "input_len", "output_len", "serve_options",
+            "max_num_seqs", "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
     asked = args.work / "question.json"
     if asked.exists() and json.loads(asked.read_text()) != question:

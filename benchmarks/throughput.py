@@ -60,7 +60,7 @@ REPORTS = re.compile(
 
 
 def flash_config(share_of: int = 1) -> dict[str, Any]:
-    """config.json of V4-Flash's shape, routed by hash in every layer; or of what each of `share_of` GPUs computes."""
+    """config.json of V4-Flash's shape, routed by hash in every layer; or of what one of `share_of` GPUs has."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
     from make_mini_checkpoint import Shape, model_config
 
