@@ -180,7 +180,7 @@ struct Layout {
   static constexpr int kQ = 0;
   static constexpr int kWeights = kQ + kQBuffers * kQBytes;
   static constexpr int kRing = kWeights + 2 * kTerms * kTermBytes;
-  static constexpr int kScale = kRing + kSlots * kSlotBytes;  // [items, even and odd][N]
+  static constexpr int kScale = kRing + kSlots * kSlotBytes;   // [items, even and odd][N]
   static constexpr int kSink = kScale + 2 * N * 4;             // [items, even and odd][N]
   static constexpr int kMaximum = kSink + 2 * N * 4;           // [N]
   static constexpr int kReduce = kMaximum + N * 4;             // [4 warps][N]: largest score, or sum
