@@ -371,6 +371,8 @@ def main() -> None:
         return
     if args.share_of > 1 and not args.dummy:
         stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
+    if args.share_of > 1 and args.share_of * args.tensor_parallel_size > 8:
+        stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
     args.runs = args.runs.split(",")
     if unknown := set(args.runs) - RUNS.keys():
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")

@@ -227,6 +227,15 @@ def test_a_server_that_dies(serve, tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("error: the server ended with 3; the end of ")
 
 
+def test_shares_that_are_none(serve, tmp_path):
+    done, calls = serve("--share-of", "4")
+    assert (done.returncode, calls) == (1, []) and done.stderr.startswith("error: --share-of is for --dummy")
+    command = [sys.executable, ROOT / "benchmarks/serve.py", "--dummy", tmp_path / "dummy", "--share-of", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)  # at tensor parallel 4
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "divided by 8 at most" in done.stderr
+    assert not (tmp_path / "dummy").exists()
+
+
 def test_the_dummy_has_the_shape_of_v4_flash(tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import serve
