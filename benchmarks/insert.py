@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import REPLAYS, copies, microseconds, provenance
+from timing import CALLS, REPLAYS, copies, microseconds, provenance
 
 try:
     from vllm.third_party.dsv4_kernels import insert, native
@@ -41,7 +41,7 @@ except ImportError:  # the kernels alone, out of this repository
 TOKENS = (1, 16, 128, 1024, 4096, 16384)
 HEADS = (8, 16, 32, 64, 128)
 OPERATORS = ("full_cache_bf16_insert", "full_cache_fp8_insert", "full_cache_fp8_insert_bf16_q")
-CALLS, MAX_BYTES = 20, 8e9
+MAX_BYTES = 8e9
 PREFILL = 1024  # tokens from which on batches are measured with slots in blocks too
 BLOCK, MAX_POSITION, EPS = 64, 1 << 16, 1e-6
 BLOCKS = 1 << 14
@@ -52,7 +52,6 @@ class Inputs:
 
     def __init__(self, tokens: int, heads: int) -> None:
         self.tokens, self.heads = tokens, heads
-        self.buffers = 0  # of Q and KV that calls go over; all calls have their own if 0
         self.calls = int(min(CALLS, max(2, MAX_BYTES // (tokens * heads * 1024))))
         self.q = torch.randn(tokens, heads, 512, device="cuda").bfloat16().repeat(self.calls, 1, 1, 1)
         self.q_fp8: torch.Tensor | None = None
@@ -62,6 +61,7 @@ class Inputs:
 
     def place(self, slots: str) -> None:
         """Draw `slots` and `positions` of all calls: see the docstring of this file."""
+        self.buffers = self.calls  # of Q and KV that calls go over
         blocks = slots == "blocks"
         run = torch.arange(BLOCK if blocks else 1, device="cuda")
         runs = self.tokens // len(run)
@@ -88,7 +88,7 @@ class Inputs:
 
         def call(i: int) -> None:
             index = (cache, self.slots[i], self.positions[i], self.cos_sin)
-            j = i % (self.buffers or self.calls)
+            j = i % self.buffers
             if operator == "full_cache_bf16_insert":
                 run(self.q[j], self.kv[j], *index, EPS, BLOCK)
             elif operator == "full_cache_fp8_insert":
@@ -165,7 +165,6 @@ def main() -> int:
             inputs = Inputs(tokens, heads)
             for slots, q in conditions if tokens >= PREFILL else [("rows", "cold")]:
                 inputs.place(slots)
-                inputs.buffers = 0
                 stock = None
                 if packed is not None and q == "cold":
                     stock = microseconds(inputs.stock(packed), inputs.calls)

@@ -327,9 +327,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     shown = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
+    middle = (len(result["runs"]) - 1) / 2
     for panel, (key, head, factor) in zip(panels, (c for c in COLUMNS if c[0] in shown), strict=True):
         for offset, (name, run) in enumerate(result["runs"].items()):
-            middle = (len(result["runs"]) - 1) / 2
             places = [place + (offset - middle) * 0.27 for place in range(len(run["concurrency"]))]
             panel.bar(places, [row[key] * factor for row in run["concurrency"].values()], 0.25, label=name)
             panel.set_xticks(range(len(places)), list(run["concurrency"]))
@@ -369,10 +369,11 @@ def main() -> None:
         print(table(result))
         draw(result, args.draw.with_suffix(".svg"))
         return
-    if args.share_of > 1 and not args.dummy:
-        stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
-    if args.share_of > 1 and args.share_of * args.tensor_parallel_size > 8:
-        stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
+    if args.share_of > 1:
+        if not args.dummy:
+            stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
+        if args.share_of * args.tensor_parallel_size > 8:
+            stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
     args.runs = args.runs.split(",")
     if unknown := set(args.runs) - RUNS.keys():
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")

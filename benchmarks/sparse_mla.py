@@ -19,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import REPLAYS, copy_tb_s, microseconds, provenance
+from timing import CALLS, REPLAYS, copy_tb_s, microseconds, provenance
 from vllm.third_party.dsv4_kernels import native, sparse_mla
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 DEVICE = "cuda"
 PAGE, HEAD_DIM, WINDOW = 64, 512, 128
 PAGES = 1 << 14  # 2^20 rows: 0.5 GiB of E4M3, 1 GiB of BF16
-CALLS = 20
 SCALE = HEAD_DIM**-0.5
 DECODE_TOKENS = (1, 16, 128, 512)
 PREFILL_TOKENS = 4096

@@ -11,6 +11,7 @@ import torch
 import triton
 
 REPLAYS = 7
+CALLS = 20  # of a replay, at most
 
 
 def microseconds(call: Callable[[int], object], calls: int) -> float:
@@ -38,15 +39,15 @@ def microseconds(call: Callable[[int], object], calls: int) -> float:
 def copies() -> Callable[[int], float]:
     """How long a copy takes that reads and writes so many bytes together, in microseconds.
 
-    By an elementwise kernel: a graph makes of a copy a memcpy node, and the copy engine is slower. Up to 20 calls
-    have places of their own in 4 GiB, so that all but small ones are in memory and not in the L2 cache.
+    By an elementwise kernel: a graph makes of a copy a memcpy node, and the copy engine is slower. CALLS calls, or
+    fewer, have places of their own in 4 GiB, so that all but small ones are in memory and not in the L2 cache.
     """
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
 
     def time(nbytes: int) -> float:
         values = min(nbytes // 4, len(source))  # for more than 4 GiB, in proportion
-        places = min(20, len(source) // values)
+        places = min(CALLS, len(source) // values)
         step = len(source) // places // 1024 * 1024
 
         def call(i: int) -> None:

@@ -227,7 +227,7 @@ struct Block : Thread {
   // A warp copies 8 rows of every half of a tile, or 16 rows of every quarter; its lanes look up those of two tiles,
   // ahead of time.
   __device__ __forceinline__ void produce() const {
-    constexpr int kRows = FP8 ? 8 : 16;
+    constexpr int kRows = FP8 ? 8 : 16, kQParts = 4;  // that fp16 q is loaded in
     const int my_key = (lane / kRows * 4 + warp % 4) * kRows + lane % kRows;
     uint32_t count = 0, served = 0;
     int i = blockIdx.x;
@@ -250,17 +250,17 @@ struct Block : Thread {
     // have nothing else to do yet.
     const auto fetch_q = [&](const Item& of, int part, const auto& meanwhile) {
       const int buffer = served % L::kQBuffers;
-      load_q<N, 16>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
-                    floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N, [&] {
-                      meanwhile();
-                      if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
-                    });
+      load_q<N, 4 * kQParts>(p, of, warp % 4 + part * 4, lane, smem + L::kQ + buffer * L::kQBytes,
+                             floats(L::kScale) + served % 2 * N, floats(L::kSink) + served % 2 * N, [&] {
+                               meanwhile();
+                               if (part == 0) barrier_wait(q_empty(buffer), served / L::kQBuffers & 1 ^ 1);
+                             });
       // Twice: those who load the first q are twice as many. All who wrote arrive, since racecheck does not follow an
       // order that goes through a named barrier first.
-      if (part == 3) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
+      if (part == kQParts - 1) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
     };
     Lengths lengths(p, i + gridDim.x);
-    int next = look_up(item, 0), parts = item.tiles > 0 ? 4 : 0;  // of q that are there
+    int next = look_up(item, 0), parts = item.tiles > 0 ? kQParts : 0;  // of q that are there
     while (i < p.items) {
       i += gridDim.x;
       const Item now = item;
@@ -270,7 +270,7 @@ struct Block : Thread {
       if (FP8 && item.tiles > 0) prefetch_q(p, item, N);
       const auto rest_of_q = [&] {
 #pragma unroll 1
-        for (; parts < 4; ++parts) fetch_q(now, parts, [] {});
+        for (; parts < kQParts; ++parts) fetch_q(now, parts, [] {});
         ++served, parts = 0;
       };
       if (FP8 && now.tiles > 0) rest_of_q();
@@ -334,9 +334,6 @@ struct Block : Thread {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
     asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
     const uint64_t q = descriptor(q_at);
-    if constexpr (FP8)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
     if constexpr (!FP8) {
       // A quarter of the dimensions is multiplied as soon as it is there.
 #pragma unroll
@@ -357,50 +354,51 @@ struct Block : Thread {
         }
         products_commit();
       }
-      products_wait<0>();
-      return;
-    }
-    // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
-    const uint32_t rows = base + L::kRing + (2 * tile + (warp % 4 >> 1)) % L::kSlots * L::kSlotBytes +
-                          ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
-    // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
-    // they take are done.
-    constexpr int kSteps = 8, kBuffers = 2;  // of 16 dimensions, in a batch; batches
-    uint32_t a[kBuffers][kSteps][4], raw[kSteps / 2][4];
-    const auto read = [&](int batch) {
+    } else {
 #pragma unroll
-      for (int i = 0; i < kSteps / 2; ++i) {
-        const int chunk = (batch * kSteps / 2 + i) * 2;
-        ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
-      }
-    };
-    const auto widen = [&](uint32_t (&to)[kSteps][4]) {
+      for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
+      // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
+      const uint32_t rows = base + L::kRing + (2 * tile + (warp % 4 >> 1)) % L::kSlots * L::kSlotBytes +
+                            ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+      // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
+      // they take are done.
+      constexpr int kSteps = 8, kBuffers = 2;  // of 16 dimensions, in a batch; batches
+      uint32_t a[kBuffers][kSteps][4], raw[kSteps / 2][4];
+      const auto read = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
-        to[i][0] = e4m3_low(x), to[i][1] = e4m3_low(y), to[i][2] = e4m3_high(x), to[i][3] = e4m3_high(y);
-      }
-    };
-    read(0);
-    widen(a[0]);
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const int chunk = (batch * kSteps / 2 + i) * 2;
+          ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
+        }
+      };
+      const auto widen = [&](uint32_t (&to)[kSteps][4]) {
 #pragma unroll
-    for (int batch = 0; batch < 32 / kSteps; ++batch) {
-      products_begin();
+        for (int i = 0; i < kSteps; ++i) {
+          const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
+          to[i][0] = e4m3_low(x), to[i][1] = e4m3_low(y), to[i][2] = e4m3_high(x), to[i][3] = e4m3_high(y);
+        }
+      };
+      read(0);
+      widen(a[0]);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int step = batch * kSteps + i;
-        const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
-        if (step == 0)
-          product<false>(s, a[batch % kBuffers][i], b);
-        else
-          product<true>(s, a[batch % kBuffers][i], b);
-      }
-      products_commit();
-      if (batch < 32 / kSteps - 1) {
-        read(batch + 1);
-        products_wait<kBuffers - 1>();
-        hold(raw);
-        widen(a[(batch + 1) % kBuffers]);
+      for (int batch = 0; batch < 32 / kSteps; ++batch) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = batch * kSteps + i;
+          const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
+          if (step == 0)
+            product<false>(s, a[batch % kBuffers][i], b);
+          else
+            product<true>(s, a[batch % kBuffers][i], b);
+        }
+        products_commit();
+        if (batch < 32 / kSteps - 1) {
+          read(batch + 1);
+          products_wait<kBuffers - 1>();
+          hold(raw);
+          widen(a[(batch + 1) % kBuffers]);
+        }
       }
     }
     products_wait<0>();

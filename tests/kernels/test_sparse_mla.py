@@ -106,10 +106,11 @@ class Case:
             self.bmm1, self.bmm2, self.sinks if sinks else None,
         )  # fmt: skip
 
-    def run(self, provider, *, layout="HND", sinks=True, query=None, seq_lens=None, **more):
+    def run(self, provider, *, layout="HND", sinks=True, query=None, out=None, seq_lens=None, **more):
         head_axis = 1 if layout == "HND" else 2
         query = self.query[:, None] if query is None else query
-        out = torch.full(query.shape, float("nan"), dtype=BF16, device=self.device)
+        if out is None:
+            out = torch.full(query.shape, float("nan"), dtype=BF16, device=self.device)
         arguments = dict(bmm1_scale=self.bmm1, bmm2_scale=self.bmm2, kv_layout=layout)
         result = sparse_mla(
             query,
@@ -275,11 +276,7 @@ def test_strided_query_and_out(device, provider):
     padded[:, 0, :8] = case.query
     out = torch.full_like(padded, 7.0)
     case.run(provider)  # the contiguous path must not be what is compared
-    sparse_mla(
-        padded[:, :, :8], case.swa[:, None], None, case.indices, case.compressed[:, None],
-        case.topk_lens.to(device), case.visible.to(device), out=out[:, :, :8], bmm1_scale=case.bmm1,
-        sinks=case.sinks, provider=provider,
-    )  # fmt: skip
+    case.run(provider, query=padded[:, :, :8], out=out[:, :, :8])
     assert relative_error(out[:, 0, :8], case.expected()) < TOLERANCE
     assert torch.all(out[:, 0, 8:] == 7.0)
 
@@ -435,11 +432,7 @@ def test_heads_more_than_2_31_elements_apart(device, provider, tokens, heads, kv
     )
     query[:, 0] = case.query
     out.fill_(float("nan"))
-    sparse_mla(
-        query, case.swa[:, None], None, case.indices, case.compressed[:, None], case.topk_lens.to(device),
-        case.visible.to(device), out=out, bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
-    )  # fmt: skip
-    assert relative_error(out[:, 0], case.expected()) < TOLERANCE
+    assert relative_error(case.run(provider, query=query, out=out), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
