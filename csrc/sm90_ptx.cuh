@@ -20,9 +20,18 @@ constexpr float kSlack = 15.f;
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Zero-fills where `bytes` is 0, so that stale rows never reach a product.
+// Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read is the first to leave the
+// L2 cache.
+template <bool FIRST>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  if constexpr (FIRST) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  }
 }
 // Where a row of a pool is, by its index.
 __device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {

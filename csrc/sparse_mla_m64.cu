@@ -109,6 +109,7 @@ struct Block : Thread {
   // ---------------------------------------------------------------- rows, and q, on their way
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
   // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
+  template <bool FIRST>
   __device__ __forceinline__ void fetch() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
@@ -153,7 +154,7 @@ struct Block : Thread {
         } else {
           barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         }
-        fetch_q(item, entry & 1);
+        fetch_q<FIRST>(item, entry & 1);
         arrive(q_full());
         ++entry;
       }
@@ -170,12 +171,12 @@ struct Block : Thread {
           const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), t * 16 + r) + lane * 16;
           const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
           if constexpr (FP8) {
-            copy16(to + r * kDim, reinterpret_cast<const uint8_t*>(row), bytes);
+            copy16<FIRST>(to + r * kDim, reinterpret_cast<const uint8_t*>(row), bytes);
           } else {
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-              copy16(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes, reinterpret_cast<const uint8_t*>(row) + c * 512,
-                     bytes);
+              copy16<FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes,
+                            reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
           }
         }
         copies_arrive(full_barrier);
@@ -187,6 +188,7 @@ struct Block : Thread {
   }
 
   // 64 heads of q as they are, BF16; E4M3 is widened.
+  template <bool FIRST>
   __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
     const int row0 = warp % 4 * 16, to = slot * kTileBytes;
     const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
@@ -198,7 +200,8 @@ struct Block : Thread {
             static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane * 8;
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          copy16(base + to + (c * 4 + lane / 8) * kBlockBytes + swizzled(r, lane % 8), from + c * 256, is ? 16 : 0);
+          copy16<FIRST>(base + to + (c * 4 + lane / 8) * kBlockBytes + swizzled(r, lane % 8), from + c * 256,
+                        is ? 16 : 0);
       }
       copies_arrive(q_full());
     } else {
@@ -498,7 +501,8 @@ struct Block : Thread {
   }
 };
 
-template <bool FP8>
+// A kernel for either way of reading rows: with both in one, registers are spilled.
+template <bool FP8, bool FIRST>
 __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const __grid_constant__ Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -509,7 +513,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
   __syncthreads();
   if (warp >= 12) {
     give_registers<48>();
-    block.fetch();
+    block.template fetch<FIRST>();
   } else if (warp >= 8) {
     take_registers<144>();
     block.weigh();
@@ -520,16 +524,20 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 #endif
 }
 
-template <bool FP8>
+template <bool FP8, bool FIRST>
 cudaError_t launch(const SparseMla& call, int sms, cudaStream_t stream) {
   const Params p(call, kHeads, 1);
-  return launch_kernel<sparse_mla_m64_kernel<FP8>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1, stream);
+  return launch_kernel<sparse_mla_m64_kernel<FP8, FIRST>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1,
+                                                          stream);
 }
 
 }  // namespace m64
 
 cudaError_t launch_sparse_mla_m64(const SparseMla& call, int sms, cudaStream_t stream) {
-  return call.rows_are_fp8 ? m64::launch<true>(call, sms, stream) : m64::launch<false>(call, sms, stream);
+  using m64::launch;
+  if (call.keep_outputs)
+    return call.rows_are_fp8 ? launch<true, true>(call, sms, stream) : launch<false, true>(call, sms, stream);
+  return call.rows_are_fp8 ? launch<true, false>(call, sms, stream) : launch<false, false>(call, sms, stream);
 }
 
 }  // namespace dsv4

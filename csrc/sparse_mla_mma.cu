@@ -117,7 +117,7 @@ struct Keys {
 };
 
 // The warps that fetch: a lane looks up a row, a tile ahead; eight lanes copy 128 bytes at a time.
-template <bool FP8, int WARPS>
+template <bool FP8, int WARPS, bool FIRST>
 __device__ __forceinline__ void produce(const Params& p, uint8_t* smem, int warp, int lane, int item, int step) {
   using L = Layout<FP8, WARPS>;
   using Share = Keys<L::kKeys>;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void produce(const Params& p, uint8_t* smem, int warp
         const int bytes = there >> i * 4 & 1 ? 16 : 0;
 #pragma unroll
         for (int c = 0; c < L::kRowBytes; c += 128)
-          copy16(at[i % 2] + i * 4 * L::kRowBytes + c, reinterpret_cast<const uint8_t*>(rows[i]) + c, bytes);
+          copy16<FIRST>(at[i % 2] + i * 4 * L::kRowBytes + c, reinterpret_cast<const uint8_t*>(rows[i]) + c, bytes);
       }
       barrier_arrive(L::full(base, stage));  // the bias is there
       copies_arrive(L::full(base, stage));
@@ -659,7 +659,11 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     wait_for_previous();
     const int group = (warp - kConsumers / 32) / L::kWarpsFetch;
     const int first = blockIdx.x + group * gridDim.x;
-    produce<FP8, WARPS>(p, smem + group * L::kGroupBytes, warp % L::kWarpsFetch, lane, first, step);
+    uint8_t* const part = smem + group * L::kGroupBytes;
+    if (p.keep_outputs)
+      produce<FP8, WARPS, true>(p, part, warp % L::kWarpsFetch, lane, first, step);
+    else
+      produce<FP8, WARPS, false>(p, part, warp % L::kWarpsFetch, lane, first, step);
     if (merges) {  // as merge() does
       __syncwarp();
       for (int i = 0; i < 2; ++i)

@@ -19,15 +19,19 @@ int mma_splits(int blocks, int tiles, int sms) {
 
 }  // namespace
 
-cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream) {
+cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   if (call.tokens == 0) return cudaSuccess;
-  int device = 0, sms = 0, major = 0;
+  int device = 0, sms = 0, major = 0, l2_bytes = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   // What is compiled for other GPUs is empty, and would leave the output as it was.
   if (major != 9) return cudaErrorNoKernelImageForDevice;
+  // Rows and q are read once, outputs by the next kernel: these are kept where they fit. In a larger call it is rows of
+  // one token that may still be there for others.
+  call.keep_outputs = int64_t{call.tokens} * call.heads * 1024 <= l2_bytes / 2;
   // Blocks of the grid if a block takes so many heads.
   const auto blocks = [&](int heads) { return call.tokens * divide(call.heads, heads); };
   const int key_bytes = call.rows_are_fp8 ? 512 : 1024, mma_tile = (64 << 10) / key_bytes;

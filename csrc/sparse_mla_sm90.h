@@ -44,10 +44,11 @@ struct SparseMla {
   float bmm1, bmm2;
   int32_t tokens, heads, width;
   bool q_is_fp8, rows_are_fp8;
+  bool keep_outputs = false;  // in the L2 cache; set by launch_sparse_mla_sm90
 };
 
 // Limits: 1 to 128 heads, tokens below 2^24. Picks one of the three below.
-cudaError_t launch_sparse_mla_sm90(const SparseMla& call, cudaStream_t stream);
+cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream);
 
 // 16 heads an item; `paired` (E4M3 rows alone, one split) for two items at a time on an SM; 1 to 8 blocks share a
 // token's keys.

@@ -226,6 +226,7 @@ struct Block : Thread {
   // ---------------------------------------------------------------- four warps: rows, and fp16 q, on their way
   // A warp copies 8 rows of every half of a tile, or 16 rows of every quarter; its lanes look up those of two tiles,
   // ahead of time.
+  template <bool FIRST>
   __device__ __forceinline__ void produce() const {
     constexpr int kRows = FP8 ? 8 : 16, kQParts = 4;  // that fp16 q is loaded in
     const int my_key = (lane / kRows * 4 + warp % 4) * kRows + lane % kRows;
@@ -280,8 +281,6 @@ struct Block : Thread {
         if (index >= 0) from = row_of(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
         const unsigned there = __ballot_sync(~0u, index >= 0);
         next = key0 + 128 < now.tiles * kTile ? look_up(now, key0 + 128) : look_up(item, 0);
-        // With the last rows: by then what was asked for at the item's start may have left the cache.
-        if (!FP8 && key0 + 128 >= now.tiles * kTile && item.tiles > 0) prefetch_q(p, item, N);
 #pragma unroll 1
         for (int h = 0; h < 32 / kRows; ++h) {
           if (key0 + h * 4 * kRows >= now.tiles * kTile) break;
@@ -301,7 +300,7 @@ struct Block : Thread {
             const auto copy = [&] {
               const uint32_t to = slot_of(count) + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
 #pragma unroll
-              for (int r = 0; r < 8; ++r) copy16(to + swizzled(r, lane % 8), rows[r], bits >> r & 1 ? 16 : 0);
+              for (int r = 0; r < 8; ++r) copy16<FIRST>(to + swizzled(r, lane % 8), rows[r], bits >> r & 1 ? 16 : 0);
               if (lane == 0) smem[L::kThere + count % L::kSlots * 4 + warp % 4] = bits;
               on_their_way(count++);
             };
@@ -316,8 +315,8 @@ struct Block : Thread {
               const uint32_t to = slot_of(count) + warp % 4 * 2 * L::kGroupBytes + lane / 8 % 2 * 1024;
 #pragma unroll
               for (int r = 0; r < 8; ++r)
-                copy16(to + r / 4 * L::kGroupBytes + swizzled(r % 4 * 2 + second, lane % 8), rows[r] + quarter * 256,
-                       bits >> (r * 2 + second) & 1 ? 16 : 0);
+                copy16<FIRST>(to + r / 4 * L::kGroupBytes + swizzled(r % 4 * 2 + second, lane % 8),
+                              rows[r] + quarter * 256, bits >> (r * 2 + second) & 1 ? 16 : 0);
               if (quarter == 0 && lane == 0)
                 *reinterpret_cast<uint16_t*>(smem + L::kThere + count / 4 % 4 * 8 + warp % 4 * 2) = bits;
               on_their_way(count++);
@@ -547,8 +546,8 @@ struct Block : Thread {
       const __nv_bfloat16* const from = q + (row < heads ? row : 0) * p.q_head_stride + lane * 8;
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        copy16(base + L::kQ + (c * 4 + lane / 8) * N * 128 + swizzled(row, lane % 8), from + c * 256,
-               row < heads ? 16 : 0);
+        copy16<true>(base + L::kQ + (c * 4 + lane / 8) * N * 128 + swizzled(row, lane % 8), from + c * 256,
+                     row < heads ? 16 : 0);
     }
   }
 
@@ -842,7 +841,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __g
   __syncthreads();
   if (warp >= 12) {
     give_registers<80>();
-    block.produce();
+    p.keep_outputs ? block.template produce<true>() : block.template produce<false>();
     if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
   } else if (warp >= 8) {
     // Of the 128 registers that a thread begins with; outputs of two terms take more.
