@@ -23,6 +23,7 @@ namespace {
 constexpr int kHeadDim = 512, kHalf = 256;
 constexpr int kFirstRotatedLane = 24;
 constexpr int kWarps = 4;  // of a block
+constexpr int kEarlyBlocks = 1024;  // so many may be there before the kernel before has ended
 
 // n / divisor for 0 <= n < 2^31 as a product and a shift. The multiplier is rounded up by less than
 // 2^shift / 2^31 of a divisor, which cannot reach the next quotient.
@@ -127,9 +128,37 @@ __device__ void store_row(void* base, int64_t offset, const Row& row) {
   }
 }
 
-__device__ int64_t load_index(const void* from, uint32_t i, bool is_int64) {
-  return is_int64 ? __ldg(static_cast<const long long*>(from) + i) : __ldg(static_cast<const int*>(from) + i);
+// Loads that the compiler leaves where they are written, before the next __syncwarp(): it would put those whose
+// results only some lanes use into the branch of these, behind the wait for a row.
+__device__ int load_word(const void* base, uint64_t i) {
+  int v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(static_cast<const int*>(base) + i));
+  return v;
 }
+
+__device__ uint4 load_words(const float* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
+// Indices are read as words of 32 bits, without a branch: a position or a row fits into one, and the sign of a
+// 64-bit slot is in the other.
+__device__ int load_position(const Params& p, uint32_t token) {
+  return load_word(p.position_ids, uint64_t{token} << p.positions_are_int64);
+}
+
+struct Slot {
+  int row, sign;
+};
+
+__device__ Slot load_slot(const Params& p, uint32_t token) {
+  const uint64_t i = uint64_t{token} << p.slots_are_int64;
+  return {load_word(p.slot_mapping, i), load_word(p.slot_mapping, i + p.slots_are_int64)};
+}
+
+// Into L2, where all meet: no harm is done if the kernel before this one still writes there.
+__device__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // ------------------------------------------------------------------------------------------- RoPE
 
@@ -152,8 +181,9 @@ __device__ void load4(const void* from, int64_t offset, bool is_bf16, float (&x)
   } else {
     const float* at = static_cast<const float*>(from) + offset;
     if constexpr (kAligned) {
-      const float4 v = __ldg(reinterpret_cast<const float4*>(at));
-      x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+      const uint4 v = load_words(at);
+      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
+      x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = __ldg(at + i);
@@ -162,8 +192,8 @@ __device__ void load4(const void* from, int64_t offset, bool is_bf16, float (&x)
 }
 
 template <bool kAligned>
-__device__ Rotation load_rotation(const Params& p, int64_t position, int lane) {
-  Rotation r = {};
+__device__ Rotation load_rotation(const Params& p, int position, int lane) {
+  Rotation r;  // of other lanes, not read: zeros would have to wait for the loads
   if (lane >= kFirstRotatedLane) {
     const int64_t offset = position * p.cos_sin_stride + 4 * (lane - kFirstRotatedLane);
     load4<kAligned>(p.cos_sin_cache, offset, p.cos_sin_is_bf16, r.cos);
@@ -228,20 +258,21 @@ __device__ void divide(float (&x)[8], float scale) {
 
 template <bool kFp8, bool kAligned>
 __device__ void insert_kv(const Params& p, uint32_t token, int lane) {
+  const Slot slot = load_slot(p, token);
+  const int position = load_position(p, token);
   const uint16_t* source = static_cast<const uint16_t*>(p.kv) + token * p.kv_stride + 8 * lane;
   const uint4 low = load8<kAligned>(source), high = load8<kAligned>(source + kHalf);
-  const int64_t slot = load_index(p.slot_mapping, token, p.slots_are_int64);
-  const int64_t position = load_index(p.position_ids, token, p.positions_are_int64);
-  if (slot < 0) return;
+  const float scale = kFp8 ? __uint_as_float(load_word(p.fp8_scale, 0)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
-  const uint32_t block = p.rows_per_block.quotient(static_cast<uint32_t>(slot));
-  const uint32_t row_in_block = static_cast<uint32_t>(slot) - block * p.cache_block_size;
+  __syncwarp();  // all loads are on their way
+  if (slot.sign < 0) return;
+  const uint32_t block = p.rows_per_block.quotient(static_cast<uint32_t>(slot.row));
+  const uint32_t row_in_block = static_cast<uint32_t>(slot.row) - block * p.cache_block_size;
   Row row;
   widen(low, row.low);
   widen(high, row.high);
   rotate(row.high, rotation, lane);
   if constexpr (kFp8) {
-    const float scale = __ldg(p.fp8_scale);
     divide(row.low, scale);
     divide(row.high, scale);
   }
@@ -253,7 +284,7 @@ template <bool kFp8, int kHeads, bool kAligned>
 __device__ void insert_q(const Params& p, uint32_t work, int lane) {
   const uint32_t token = p.q_work_per_token.quotient(work);
   const uint32_t head = (work - token * p.q_work_per_token.divisor) * kHeads;
-  const int64_t position = load_index(p.position_ids, token, p.positions_are_int64);
+  const int position = load_position(p, token);
   const uint16_t* source =
       static_cast<const uint16_t*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + 8 * lane;
   uint4 low[kHeads], high[kHeads];
@@ -262,8 +293,9 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
     low[i] = load8<kAligned>(source + i * p.q_head_stride);
     high[i] = load8<kAligned>(source + i * p.q_head_stride + kHalf);
   }
-  const float scale_inv = kFp8 ? __ldg(p.q_fp8_scale_inv) : 1.0f;
+  const float scale_inv = kFp8 ? __uint_as_float(load_word(p.q_fp8_scale_inv, 0)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
+  __syncwarp();  // all loads are on their way
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     Row row;
@@ -282,11 +314,25 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
   }
 }
 
+// What the loads of a token wait for one after another, into L2: its slot, its position and the cosines of that.
+__device__ void prefetch_lookups(const Params& p, uint32_t token, int lane) {
+  if (lane == 0) prefetch(static_cast<const int*>(p.slot_mapping) + (uint64_t{token} << p.slots_are_int64));
+  // Perhaps not this call's position yet, so good for a hint alone, and not to be kept in L1.
+  const int* const from = static_cast<const int*>(p.position_ids) + (uint64_t{token} << p.positions_are_int64);
+  uint32_t position;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(position) : "l"(from));
+  const int bytes = p.cos_sin_is_bf16 ? 2 : 4;
+  if (position < p.num_positions && 32 * lane < 64 * bytes) {
+    prefetch(static_cast<const char*>(p.cos_sin_cache) + position * p.cos_sin_stride * bytes + 32 * lane);
+  }
+}
+
 template <bool kQFp8, bool kCacheFp8, int kHeads, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarps) insert_kernel(const __grid_constant__ Params p) {
   const int lane = threadIdx.x;
   const uint32_t work = blockIdx.x * kWarps + threadIdx.y;
 #if __CUDA_ARCH__ >= 900
+  if (blockIdx.x < kEarlyBlocks && work < p.num_slots) prefetch_lookups(p, work, lane);
   // Launched while the kernel before still ran (see `launch`): its results are there from here on. The kernel after
   // this one may do the same.
   cudaGridDependencySynchronize();

@@ -27,6 +27,7 @@ struct Insert {
   const float* q_fp8_scale_inv;
   float eps;
   uint32_t cache_block_size, num_tokens, num_heads, num_slots;
+  uint32_t num_positions;  // rows of cos_sin_cache
 };
 
 // Limits: num_tokens * (num_heads + 1) and every slot are below 2^31.

@@ -170,6 +170,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.positions_are_int64 = position_ids.scalar_type() == ScalarType::Long;
   call.cos_sin_cache = cos_sin_cache.data_ptr();
   call.cos_sin_stride = cos_sin_cache.stride(0);
+  call.num_positions = static_cast<uint32_t>(cos_sin_cache.size(0));
   call.cos_sin_is_bf16 = cos_sin_dtype == ScalarType::BFloat16;
   call.fp8_scale = fp8_scale ? static_cast<const float*>(fp8_scale->data_ptr()) : nullptr;
   call.q_fp8_scale_inv = q_fp8_scale_inv ? static_cast<const float*>(q_fp8_scale_inv->data_ptr()) : nullptr;

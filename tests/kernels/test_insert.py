@@ -254,6 +254,18 @@ def test_index_dtypes(operator, slot_dtype, position_dtype, device):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("before", [-1, MAX_POSITION, 2**31 - 1])
+def test_positions_written_just_before(operator, position_dtype, before, device):
+    """What was there before the right positions may be looked at, as a hint, and may be anything."""
+    case = Case(operator, device, seed=2, tokens=40, num_blocks=20, index_dtypes=(torch.int64, position_dtype))
+    positions, args = case.positions.clone(), case.args
+    case.positions.fill_(before)
+    case.args = lambda: (case.positions.copy_(positions), args())[1]
+    check_against_definition(case)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("slots", [0, 1, 9])
 def test_slot_mapping_shorter_than_q(operator, slots, device):
     check_against_definition(Case(operator, device, seed=slots, tokens=12, slots=slots))
