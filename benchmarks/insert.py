@@ -146,6 +146,7 @@ def main() -> int:
     sizes = {bytes_of(*shape) for shape in itertools.product(OPERATORS, HEADS, TOKENS)}
     copied = {nbytes: copy_us(nbytes) for nbytes in sorted(sizes)}
     del copy_us
+    torch.cuda.empty_cache()
     print(f"copy {copy:.2f} TB/s")
     caches = {
         "full_cache_bf16_insert": torch.empty(BLOCKS, BLOCK, 512, dtype=torch.bfloat16, device="cuda"),
