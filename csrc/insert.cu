@@ -130,9 +130,9 @@ __device__ void store_row(void* base, int64_t offset, const Row& row) {
 
 // Loads that the compiler leaves where they are written, before the next __syncwarp(): it would put those whose
 // results only some lanes use into the branch of these, behind the wait for a row.
-__device__ int load_word(const void* base, uint64_t i) {
+__device__ int load_word(const void* from) {
   int v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(static_cast<const int*>(base) + i));
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
 
@@ -144,8 +144,12 @@ __device__ uint4 load_words(const float* from) {
 
 // Indices are read as words of 32 bits, without a branch: a position or a row fits into one, and the sign of a
 // 64-bit slot is in the other.
-__device__ int load_position(const Params& p, uint32_t token) {
-  return load_word(p.position_ids, uint64_t{token} << p.positions_are_int64);
+__device__ const int* position_at(const Params& p, uint32_t token) {
+  return static_cast<const int*>(p.position_ids) + (uint64_t{token} << p.positions_are_int64);
+}
+
+__device__ const int* slot_at(const Params& p, uint32_t token) {
+  return static_cast<const int*>(p.slot_mapping) + (uint64_t{token} << p.slots_are_int64);
 }
 
 struct Slot {
@@ -153,8 +157,8 @@ struct Slot {
 };
 
 __device__ Slot load_slot(const Params& p, uint32_t token) {
-  const uint64_t i = uint64_t{token} << p.slots_are_int64;
-  return {load_word(p.slot_mapping, i), load_word(p.slot_mapping, i + p.slots_are_int64)};
+  const int* const from = slot_at(p, token);
+  return {load_word(from), load_word(from + p.slots_are_int64)};
 }
 
 // Into L2, where all meet: no harm is done if the kernel before this one still writes there.
@@ -259,10 +263,10 @@ __device__ void divide(float (&x)[8], float scale) {
 template <bool kFp8, bool kAligned>
 __device__ void insert_kv(const Params& p, uint32_t token, int lane) {
   const Slot slot = load_slot(p, token);
-  const int position = load_position(p, token);
+  const int position = load_word(position_at(p, token));
   const uint16_t* source = static_cast<const uint16_t*>(p.kv) + token * p.kv_stride + 8 * lane;
   const uint4 low = load8<kAligned>(source), high = load8<kAligned>(source + kHalf);
-  const float scale = kFp8 ? __uint_as_float(load_word(p.fp8_scale, 0)) : 1.0f;
+  const float scale = kFp8 ? __uint_as_float(load_word(p.fp8_scale)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
   __syncwarp();  // all loads are on their way
   if (slot.sign < 0) return;
@@ -284,7 +288,7 @@ template <bool kFp8, int kHeads, bool kAligned>
 __device__ void insert_q(const Params& p, uint32_t work, int lane) {
   const uint32_t token = p.q_work_per_token.quotient(work);
   const uint32_t head = (work - token * p.q_work_per_token.divisor) * kHeads;
-  const int position = load_position(p, token);
+  const int position = load_word(position_at(p, token));
   const uint16_t* source =
       static_cast<const uint16_t*>(p.q) + token * p.q_token_stride + head * p.q_head_stride + 8 * lane;
   uint4 low[kHeads], high[kHeads];
@@ -293,7 +297,7 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
     low[i] = load8<kAligned>(source + i * p.q_head_stride);
     high[i] = load8<kAligned>(source + i * p.q_head_stride + kHalf);
   }
-  const float scale_inv = kFp8 ? __uint_as_float(load_word(p.q_fp8_scale_inv, 0)) : 1.0f;
+  const float scale_inv = kFp8 ? __uint_as_float(load_word(p.q_fp8_scale_inv)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
   __syncwarp();  // all loads are on their way
 #pragma unroll
@@ -316,11 +320,10 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
 
 // What the loads of a token wait for one after another, into L2: its slot, its position and the cosines of that.
 __device__ void prefetch_lookups(const Params& p, uint32_t token, int lane) {
-  if (lane == 0) prefetch(static_cast<const int*>(p.slot_mapping) + (uint64_t{token} << p.slots_are_int64));
+  if (lane == 0) prefetch(slot_at(p, token));
   // Perhaps not this call's position yet, so good for a hint alone, and not to be kept in L1.
-  const int* const from = static_cast<const int*>(p.position_ids) + (uint64_t{token} << p.positions_are_int64);
   uint32_t position;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(position) : "l"(from));
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(position) : "l"(position_at(p, token)));
   const int bytes = p.cos_sin_is_bf16 ? 2 : 4;
   if (position < p.num_positions && 32 * lane < 64 * bytes) {
     prefetch(static_cast<const char*>(p.cos_sin_cache) + position * p.cos_sin_stride * bytes + 32 * lane);

@@ -20,8 +20,8 @@ constexpr float kSlack = 15.f;
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read is the first to leave the
-// L2 cache.
+// Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read leaves the L2 cache
+// first.
 template <bool FIRST>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
   if constexpr (FIRST) {

@@ -261,7 +261,12 @@ def test_positions_written_just_before(operator, position_dtype, before, device)
     case = Case(operator, device, seed=2, tokens=40, num_blocks=20, index_dtypes=(torch.int64, position_dtype))
     positions, args = case.positions.clone(), case.args
     case.positions.fill_(before)
-    case.args = lambda: (case.positions.copy_(positions), args())[1]
+
+    def written_now():
+        case.positions.copy_(positions)
+        return args()
+
+    case.args = written_now
     check_against_definition(case)
 
 
