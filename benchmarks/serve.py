@@ -8,16 +8,15 @@
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
-other on the same GPUs. Each measurement comes after one that does not count, of as many prompts (up
-to 64 of the same length, more are short) with fewer tokens out: what is compiled depends on the
-tokens in a step, and its steps are the same. What is compiled while the clock runs all the same (new
-libraries in the caches of Triton, TileLang, DeepGEMM and FlashInfer), the result names. What is in
---work is not measured again, so an interrupted command can be given once more; --output-len and
---concurrency make it shorter, and the result says so. --profile adds, with the first concurrency, the
-share of attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a
-machine with fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs
-computes: all layers, its share of the heads, of the width of every expert and of the vocabulary, and
-nothing sent between GPUs.
+other on the same GPUs. Each measurement comes after one that does not count, of as many prompts of
+the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps
+are the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
+TileLang, DeepGEMM and FlashInfer), the result names. What is in --work is not measured again, so an
+interrupted command can be given once more; --output-len and --concurrency make it shorter, and the
+result says so. --profile adds, with the first concurrency, the
+share of attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine
+with fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
+share of the heads, of the width of every expert and of the vocabulary, and nothing sent between GPUs.
 
 Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
 alike (the result has the environment and the options):
@@ -68,7 +67,6 @@ ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 PROFILED_STEPS = 8
-LONG_PROMPTS = 64  # of a warm-up: more would only repeat its steps
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 # Key in the result of `vllm bench serve`, heading, factor.
@@ -187,11 +185,9 @@ def compiled() -> set[str]:
 
 
 def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
-    """As the measurement, but most of many prompts are short and decode while the others are read, and there are only
-    as many tokens out as keep all decoding until the last prompt is read, if at least 4096 tokens of the prompts are
-    taken a step."""
-    long = min(count, LONG_PROMPTS)
-    output = min(args.output_len, 16 + long * args.input_len // 4096)
+    """As the measurement, but only as many tokens out as keep all decoding until the last prompt is read, if at
+    least 4096 tokens of the prompts are taken a step."""
+    output = min(args.output_len, 16 + count * args.input_len // 4096)
     rng = random.Random(0)
 
     def ask(tokens: list[int]) -> None:
@@ -201,8 +197,7 @@ def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
         with urllib.request.urlopen(request) as answer:
             answer.read()
 
-    lengths = [16] * (count - long) + [args.input_len] * long
-    prompts = [[rng.randrange(16, 4096) for _ in range(length)] for length in lengths]
+    prompts = [[rng.randrange(16, 4096) for _ in range(args.input_len)] for _ in range(count)]
     pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
         list(pool.map(ask, prompts))

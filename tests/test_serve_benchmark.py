@@ -123,13 +123,6 @@ def test_every_run_once_and_resumed(serve, tmp_path):
         assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
 
 
-def test_most_of_many_prompts_warm_up_short(serve):
-    done, calls = serve("--concurrency", "70", "--runs", "FP8")
-    assert done.returncode == 0, done.stderr
-    prompts = sorted(call[1:] for call in calls if call[0] == "warm-up")
-    assert prompts == [[16, 16 + 2 * 64]] * 6 + [[8192, 16 + 2 * 64]] * 64
-
-
 @pytest.mark.parametrize(
     "fail, words",
     [
