@@ -69,6 +69,7 @@ ATTENTION = re.compile(
 PROFILED_STEPS = 8
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+COMPILED = "* (hatched): kernels were compiled while the clock ran, so not to be compared"
 # Key in the result of `vllm bench serve`, heading, factor.
 COLUMNS = [
     ("duration", "s", 1.0),
@@ -307,8 +308,12 @@ def table(result: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for count in next(iter(result["runs"].values()))["concurrency"]:
         for name, run in result["runs"].items():
-            values = [f"{run['concurrency'][count][key] * factor:,.2f}" for key, _, factor in COLUMNS]
-            lines.append("| " + " | ".join([count, name, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
+            row = run["concurrency"][count]
+            values = [f"{row[key] * factor:,.2f}" for key, _, factor in COLUMNS]
+            mark = "*" if row["compiled"] else ""
+            lines.append("| " + " | ".join([count, name + mark, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
+    if any("*" in line for line in lines):
+        lines.append(COMPILED)
     for name, run in result["runs"].items():
         if step := run.get("decode_step"):
             of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
@@ -331,16 +336,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, (key, head, factor) in zip(panels, (c for c in COLUMNS if c[0] in shown), strict=True):
         for offset, (name, run) in enumerate(result["runs"].items()):
             places = [place + (offset - middle) * 0.27 for place in range(len(run["concurrency"]))]
-            panel.bar(places, [row[key] * factor for row in run["concurrency"].values()], 0.25, label=name)
+            rows = run["concurrency"].values()
+            hatches = ["//" if row["compiled"] else "" for row in rows]
+            panel.bar(places, [row[key] * factor for row in rows], 0.25, label=name, hatch=hatches)
             panel.set_xticks(range(len(places)), list(run["concurrency"]))
         panel.set(title=head, xlabel="requests at once")
-    panels[0].legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     share_of = result["share_of"]
     parallel = f"share of TP {share_of}" if share_of > 1 else f"TP {result['tensor_parallel_size']}"
     figure.suptitle(
         f"{result['machine']['gpus'][0].split(',')[0]}, {parallel}, "
         f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
     )
+    if any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values()):
+        figure.supxlabel(COMPILED, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -5,21 +5,23 @@
 
 Needs a Hopper GPU and a vLLM with the overlay applied (its wheel carries FlashMLA). FlashMLA runs at the 64 or
 128 heads it pads to, decode on its `fp8_ds_mla` cache, prefill on BF16 rows that were gathered beforehand (the
-gather is not counted). Times are medians of CUDA-graph replays; a replay makes CALLS calls, each with rows of
-its own drawn at random from pools larger than the L2 cache. The ceilings are measured in the same run; the share
-of the roofline is the time that the bytes or the products need at them, whichever is longer, over the time taken.
+gather is not counted). Times are medians of CUDA-graph replays, in turns with FlashMLA's; a replay makes CALLS
+calls (prefill 3), each with rows of its own drawn at random from pools larger than the L2 cache. The ceilings are
+measured in the same run; the share of the roofline is the time that the bytes or the products need at them,
+whichever is longer, over the time taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import CALLS, REPLAYS, copy_tb_s, microseconds, provenance
+from timing import CALLS, REPLAYS, captured, copy_tb_s, in_turns, microseconds, provenance
 from vllm.third_party.dsv4_kernels import native, sparse_mla
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -97,10 +99,12 @@ def measure(
 ) -> list[dict]:
     results = []
 
-    def report(phase: str, cache: str, inputs: Inputs, times: dict[str, float]) -> None:
+    def compare(phase: str, inputs: Inputs, stock: Callable[[int], object], calls: int) -> None:
+        flashmla = captured(stock, calls)
         keys = inputs.tokens * inputs.width
-        for name in providers:
-            seconds = times[name] / 1e6
+        for cache, name in itertools.product(pools, providers):
+            flashmla_us, us = in_turns(flashmla, captured(inputs.provider(name, pools[cache]), calls))
+            seconds = us / 1e6
             # Rows, queries and outputs pass through memory once; both products count for the real heads alone.
             moved = keys * HEAD_DIM * CACHES[cache].itemsize + 2 * inputs.query.nbytes
             products = 4 * keys * HEAD_DIM * inputs.heads
@@ -112,9 +116,9 @@ def measure(
                 "tokens": inputs.tokens,
                 "keys_a_token": inputs.width,
                 "provider": name,
-                "us": round(times[name], 2),
-                "flashmla_us": round(times["flashmla"], 2),
-                "speedup": round(times["flashmla"] / times[name], 3),
+                "us": round(us, 2),
+                "flashmla_us": round(flashmla_us, 2),
+                "speedup": round(flashmla_us / us, 3),
                 "tb_s": round(keys * HEAD_DIM * CACHES[cache].itemsize / seconds / 1e12, 3),
                 "tflop_s": round(products / seconds / 1e12, 1),
                 "roofline_share": round(floor / seconds / 1e12, 3),
@@ -127,18 +131,12 @@ def measure(
     print("phase   cache  heads tokens  provider         us   FlashMLA  speedup    TB/s  TFLOP/s  roofline")
     for heads, top_k in TOP_K.items():
         for tokens in DECODE_TOKENS:
-            stock = microseconds(Inputs(tokens, max(64, heads), top_k).flashmla_decode(packed), CALLS)
-            inputs = Inputs(tokens, heads, top_k)
-            for cache, pool in pools.items():
-                times = {name: microseconds(inputs.provider(name, pool), CALLS) for name in providers}
-                report("decode", cache, inputs, times | {"flashmla": stock})
+            stock = Inputs(tokens, max(64, heads), top_k).flashmla_decode(packed)
+            compare("decode", Inputs(tokens, heads, top_k), stock, CALLS)
     rows = pools["bf16"].view(-1, 1, HEAD_DIM)
     for heads in TOP_K:
-        stock = microseconds(Inputs(PREFILL_TOKENS, max(64, heads), 512, 3).flashmla_prefill(rows), 3)
-        inputs = Inputs(PREFILL_TOKENS, heads, 512, 3)
-        for cache, pool in pools.items():
-            times = {name: microseconds(inputs.provider(name, pool), 3) for name in providers}
-            report("prefill", cache, inputs, times | {"flashmla": stock})
+        stock = Inputs(PREFILL_TOKENS, max(64, heads), 512, 3).flashmla_prefill(rows)
+        compare("prefill", Inputs(PREFILL_TOKENS, heads, 512, 3), stock, 3)
     return results
 
 

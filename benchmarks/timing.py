@@ -14,8 +14,8 @@ REPLAYS = 7
 CALLS = 20  # of a replay, at most
 
 
-def microseconds(call: Callable[[int], object], calls: int) -> float:
-    """Median time of one of `call(i)`, i = 0 … calls - 1 in one graph, over REPLAYS replays.
+def captured(call: Callable[[int], object], calls: int) -> Callable[[], float]:
+    """A graph of `call(i)`, i = 0 … calls - 1; what is returned replays it and gives the microseconds of one call.
 
     What the calls return stays alive meanwhile, so that no call gets the memory of the one before.
     """
@@ -25,15 +25,31 @@ def microseconds(call: Callable[[int], object], calls: int) -> float:
     with torch.cuda.graph(graph):
         kept += [call(i) for i in range(calls)]
     graph.replay()
-    times = []
-    for _ in range(REPLAYS):
+
+    def replay() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+        return start.elapsed_time(end) * 1e3 / (len(kept) - 1)
+
+    return replay
+
+
+def microseconds(call: Callable[[int], object], calls: int) -> float:
+    """Median time of one call, over REPLAYS replays."""
+    replay = captured(call, calls)
+    return statistics.median(replay() for _ in range(REPLAYS))
+
+
+def in_turns(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
+    """The medians of what two of captured() take in turns: a clock that heat has lowered is so for both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(REPLAYS):
+        for n in (0, 1) if turn % 2 == 0 else (1, 0):  # each after the other as often as after itself
+            times[n].append((one, other)[n]())
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def copies() -> Callable[[int], float]:
