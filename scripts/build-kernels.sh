@@ -61,7 +61,8 @@ done
 IFS=. read -r major minor <<<"$torch_target"
 # libtorch is there by the name it has in every torch, and pulls in the libraries that have the symbols.
 # libstdc++ comes first: some builds of torch export parts of it without symbol versions.
-"$nvcc" "${targets[@]}" --threads 0 -std=c++20 -O3 -shared -cudart static -Werror all-warnings \
+# nvcc names temporary files by its process: those of builds in containers with one /tmp can meet.
+TMPDIR=$work "$nvcc" "${targets[@]}" --threads 0 -std=c++20 -O3 -shared -cudart static -Werror all-warnings \
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-attributes \
     -Xlinker "--version-script=$work/exports,--no-as-needed" \
     -DTORCH_TARGET_VERSION="$(printf '0x%02x%02x000000000000ULL' "$major" "$minor")" \
