@@ -138,7 +138,7 @@ struct Block : Thread {
         next_lengths = Lengths(p, i + gridDim.x);
       }
       const int key = key0 + my_key, column = key < item.window ? key : kWindow + key - item.window;
-      return key < item.keys ? p.indices[item.token * p.indices_stride + column] : -1;
+      return key < item.keys ? max(p.indices[item.token * p.indices_stride + column], -1) : -1;
     };
     int index = look_up();
     while (index != -2) {
