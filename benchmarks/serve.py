@@ -67,6 +67,7 @@ ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 PROFILED_STEPS = 8
+SHARES = (1, 2, 4, 8)
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 COMPILED = "* (hatched): kernels were compiled while the clock ran, so not to be compared"
@@ -97,9 +98,12 @@ def write_dummy(folder: Path, share_of: int) -> None:
     import make_mini_checkpoint as mini
     import throughput
 
+    place, ours = folder / "config.json", [throughput.flash_config(share) for share in SHARES]
+    if any(folder.glob("*.safetensors")) or (place.exists() and json.loads(place.read_text()) not in ours):
+        stop(f"{folder} holds another model, which --dummy would overwrite; give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     mini.write_tokenizer(folder, mini.Shape().vocab)
-    write(folder / "config.json", throughput.flash_config(share_of))
+    write(place, throughput.flash_config(share_of))
 
 
 def profile_delay(args: argparse.Namespace) -> int:
@@ -360,7 +364,7 @@ def main() -> None:
     what.add_argument("--dummy", type=Path, metavar="DIR", help="make this folder, and serve dummy weights")
     what.add_argument("--draw", type=Path, metavar="JSON", help="only the table and the chart of a result")
     parser.add_argument(
-        "--share-of", type=int, choices=(1, 2, 4, 8), default=1, help="GPUs whose share is served, with --dummy"
+        "--share-of", type=int, choices=SHARES, default=1, help="GPUs whose share is served, with --dummy"
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=4)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
@@ -374,8 +378,11 @@ def main() -> None:
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="for vllm serve, after --")
     args = parser.parse_args()
     if args.draw:
-        result = json.loads(args.draw.read_text())
-        print(table(result))
+        try:
+            result = json.loads(args.draw.read_text())
+            print(table(result))
+        except (OSError, ValueError, KeyError, TypeError):
+            stop(f"{args.draw} is no result of this benchmark; give a file that --out has written.")
         draw(result, args.draw.with_suffix(".svg"))
         return
     if args.share_of > 1:
@@ -386,8 +393,15 @@ def main() -> None:
     args.runs = args.runs.split(",")
     if unknown := set(args.runs) - RUNS.keys():
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
+        stop(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
     args.concurrency = [int(count) for count in args.concurrency.split(",")]
-    args.work.mkdir(parents=True, exist_ok=True)
+    if not args.out.absolute().parent.is_dir():
+        stop(f"{args.out.absolute().parent}, where --out goes, is no folder; make it.")
+    try:
+        args.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--work {args.work} cannot be made ({error.strerror}); give another folder.")
     if args.dummy:
         write_dummy(args.dummy, args.share_of)
         args.model = str(args.dummy)
@@ -400,7 +414,8 @@ def main() -> None:
             "max_num_seqs", "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
     asked = args.work / "question.json"
-    if asked.exists() and json.loads(asked.read_text()) != question:
+    measured = any(args.work.glob("*-[0-9]*.json"))
+    if measured and asked.exists() and json.loads(asked.read_text()) != question:
         stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
     write(asked, question)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))

@@ -66,6 +66,8 @@ def main():
     if sys.version_info < (3, 10):  # noqa: UP036 - this file alone runs under any Python 3
         stop("bootstrap-failed", f"{sys.executable} is older than Python 3.10.")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        stop("bootstrap-failed", "there is no home folder; set HOME or XDG_CACHE_HOME.")
     cache = Path(base) / "vllm-dsv4-overlay"
     key = REQUIREMENTS.read_bytes() + sys.version.encode() + sys.base_prefix.encode()
     folder = cache / f"venv-{hashlib.sha256(key).hexdigest()[:16]}"

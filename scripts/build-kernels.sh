@@ -12,6 +12,8 @@ stop() {
     exit 1
 }
 
+[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; what else there is, is at the top of $0."
+
 repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 package=$repo/overlay/common/vllm/third_party/dsv4_kernels
 out=${1:-$package/lib/libdsv4_kernels.so}

@@ -19,7 +19,7 @@ for release in 0.6.12 0.6.14 0.6.18.post1 0.7.2.post1; do
             flashinfer-python==$release nvidia-ml-py==13.615.71 tabulate==0.10.0
         mv "$folder.part" "$folder"
     fi
-    FLASHINFER_RELEASES+=" $folder"
+    FLASHINFER_RELEASES+=${FLASHINFER_RELEASES:+:}$folder
 done
 export FLASHINFER_RELEASES
 

@@ -2,7 +2,7 @@
 # prints a folder that holds that vLLM with the overlay. shellcheck shell=bash
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/vllm-dsv4-overlay
+cache=$(realpath -m "${XDG_CACHE_HOME:-${HOME:?is not set; set it, or XDG_CACHE_HOME}/.cache}")/vllm-dsv4-overlay
 
 # vLLM's own requirements have wheels for these.
 case $(python3 -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null) in
@@ -11,7 +11,8 @@ case $(python3 -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/nul
 esac
 mkdir -p "$cache"
 exec 9>"$cache/test.lock"
-flock 9 # against another first run; gone with the process, however that ends
+# Against another first run; gone with the process, however that ends.
+flock --nonblock 9 || { echo "Another first run is at work in $cache; waiting for it." >&2; flock 9; }
 key=$({ cat "$repo/requirements-test.txt"; python3 -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum)
 venv=$cache/test-${key:0:16}
 if [ ! -e "$venv/complete" ]; then
@@ -25,6 +26,8 @@ python=$venv/bin/python
 
 applied() { # `set -e` does not hold in $(applied)
     local tree=${2:-$cache/vllm-$1} apply=$repo/scripts/apply-patches.sh
+    exec 8>"$cache/trees.lock" # closed with the subshell
+    flock 8
     if [ ! -e "$tree/vllm/__init__.py" ]; then
         "$apply" --fetch "$1" "$tree" | tail -n 1 >&2 || return
     elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited

@@ -140,6 +140,45 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
     assert not (tmp_path / "serve-work/FlashMLA-2.json").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
+        (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
+        (["--out", "none/x.json"], "/none, where --out goes, is no folder; make it."),
+        (["--work", "file"], "--work file cannot be made (File exists); give another folder."),
+    ],
+)
+def test_bad_arguments(serve, tmp_path, arguments, words):
+    (tmp_path / "file").write_text("")
+    done, calls = serve(*arguments)
+    assert (done.returncode, calls, done.stderr.count("\n")) == (1, [], 1), done.stderr
+    assert words in done.stderr and sorted(p.name for p in tmp_path.iterdir()) == ["bin", "calls", "file"]
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path):
+    model = tmp_path / "real"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for more in None, "model-00001.safetensors":
+        if more:
+            (model / "config.json").unlink(), (model / more).write_text("")
+        before = sorted((file.name, file.read_text()) for file in model.iterdir())
+        command = [ROOT / "benchmarks/serve.sh", "--dummy", model, "--work", tmp_path / "work"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and f"{model} holds another model, which --dummy would" in done.stderr
+        assert sorted((file.name, file.read_text()) for file in model.iterdir()) == before
+
+
+def test_drawing_what_is_no_result(tmp_path):
+    for text in "", "{}", "[]":
+        (tmp_path / "x.json").write_text(text)
+        command = [ROOT / "benchmarks/serve.sh", "--draw", tmp_path / "x.json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr == f"error: {tmp_path / 'x.json'} is no result of this " \
+            "benchmark; give a file that --out has written.\n"  # fmt: skip
+
+
 def test_a_stopped_start_leaves_no_server(serve, tmp_path):
     (tmp_path / "bin/vllm").write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
     process = serve.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 
 from . import fetch, transaction
 from .errors import Refusal
-from .series import Series, find_series, load_series, release_folders, sha256
+from .series import Mismatch, Series, find_series, load_series, release_folders, sha256
 from .target import Target, check_index, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
@@ -51,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     args = _parser().parse_args(argv)
+    if "" in argv:
+        raise UsageError("an argument is empty; is a variable unset?")
     if (args.target is None) != args.installed:
         raise UsageError("give either TARGET or --installed")
     if args.fetch and (args.installed or args.mode != "apply"):
@@ -243,10 +246,29 @@ def _stale_library(root: Path) -> str | None:
     return f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"
 
 
+def _refuse_remains(root: Path, target: Target) -> None:
+    """Raise Refusal(record-lost) if files are patched that no record tells of, as after `git clean`."""
+    patched = []
+    with contextlib.suppress(Refusal):  # of a release without a series nothing can be told
+        series = _series_for(root, target)
+        for _, diff in series.pairs():
+            with contextlib.suppress(OSError, Mismatch):
+                if sha256(diff.undo((target.root / diff.path).read_bytes())) == series.files[diff.path]:
+                    patched.append(diff.path)
+    if patched:
+        raise Refusal(
+            "record-lost",
+            f"The record of what was applied is gone (git clean?) but {', '.join(patched)} in {target.root} still "
+            "have the patches; restore them (git checkout) or install vLLM afresh.",
+            path=patched[0],
+        )
+
+
 def _revert(root: Path, report: Report, target: Target) -> None:
     data = report.data
     state = transaction.state_of(target.root)
     if state == "clean":
+        _refuse_remains(root, target)
         data["state"] = "clean"
         data["notes"].append("nothing is applied; nothing to do")
         return
@@ -260,7 +282,12 @@ def _revert(root: Path, report: Report, target: Target) -> None:
         except Refusal:
             series = None  # only helps to name a line; the record suffices to revert
         _survey(report, root, target, series, ("after", "before"))
-        transaction.revert(target.root)
+        try:
+            transaction.revert(target.root)
+        except Refusal as refusal:
+            if refusal.code == "half-applied":
+                data.update(state="drifted", files=[])
+            raise
         for file in data["files"]:
             file["action"] = "removed" if file["action"] == "added" else "restored"
     data["state"] = "clean"

@@ -27,7 +27,7 @@ from .series import Series
 
 def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vllm-dsv4-overlay"
+    return Path(base or os.path.expanduser("~/.cache")).absolute() / "vllm-dsv4-overlay"
 
 
 @contextlib.contextmanager
@@ -190,14 +190,19 @@ def unpinned(release: str) -> Path:
 
 
 def _unpack(source: Path, folder: Path) -> None:
-    if not hasattr(tarfile, "data_filter"):
-        raise Refusal(
-            "bootstrap-failed",
-            f"Python {sys.version.split()[0]} cannot unpack archives safely; use a newer bugfix "
-            "release (3.10.12, 3.11.4) or a newer Python.",
-        )
+    # Python 3.11.2, which is Debian 12's, has no filter; the archive is the pinned one.
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(source) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, **options)
+
+
+def _refuse_used(target: Path) -> None:
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise Refusal(
+            "fetch-target-not-empty",
+            f"{target} exists and is not an empty folder; --fetch needs a new one.",
+            path=str(target),
+        )
 
 
 def fetch(series: Series, release: str, target: Path) -> None:
@@ -206,15 +211,11 @@ def fetch(series: Series, release: str, target: Path) -> None:
     Raises Refusal: fetch-target-not-empty, download-failed, archive-mismatch, not-writable.
     """
     target = target.absolute()
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise Refusal(
-            "fetch-target-not-empty",
-            f"{target} exists and is not an empty folder; --fetch needs a new one.",
-            path=str(target),
-        )
-    if target.is_mount():
-        what = f"{target} is a mount point, which cannot be replaced; give a new folder in it."
-        raise Refusal("not-writable", what, path=str(target))
+    _refuse_used(target)
+    for name, used in (("a mount point", target.is_mount()), ("the current folder", target == Path.cwd())):
+        if used:
+            what = f"{target} is {name}, which cannot be replaced; give a new folder in it."
+            raise Refusal("not-writable", what, path=str(target))
     above = next(folder for folder in target.parents if folder.exists())
     if not os.access(above, os.W_OK | os.X_OK):
         raise Refusal("not-writable", f"{above} is not writable; run as its owner.", path=str(above))
@@ -225,6 +226,7 @@ def fetch(series: Series, release: str, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent):
+            _refuse_used(target)  # by another run meanwhile
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 _unpack(source, temporary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -37,15 +38,16 @@ def pins(series: Series, release: str) -> dict[str, str]:
 
 
 def revision(root: Path) -> str:
-    """The commit of this repository, with -dirty if the tree differs from it; empty without git."""
+    """The commit of this repository, with -dirty if the tree differs or has more; empty without git."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = [
+            subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        ]
     except FileNotFoundError:
         return ""
-    return done.stdout.strip()
+    commit, changes = (each.stdout.strip() if each.returncode == 0 else "" for each in done)
+    return commit and commit + "-dirty" * bool(changes)
 
 
 def arguments(root: Path, release: str, base: str = "", digest: str = "") -> dict[str, str]:
@@ -98,7 +100,13 @@ def resolve(builder: str, base: str) -> str:
     with contextlib.suppress(Refusal):  # perhaps it is only here
         _run([builder, "pull", base])
     digests = _run([builder, "image", "inspect", "--format", "{{json .RepoDigests}}", base], read=True)
-    return (json.loads(digests) or [""])[0].rpartition("@")[2]
+    repository = re.sub(r":[^/:]*$", "", base)
+    for found in json.loads(digests) or []:
+        name, _, digest = found.partition("@")
+        # Docker leaves out docker.io/, and library/ after it.
+        if name == repository or repository.removeprefix("docker.io/").removeprefix("library/") == name:
+            return digest
+    return ""
 
 
 def main(argv: list[str], root: Path) -> int:

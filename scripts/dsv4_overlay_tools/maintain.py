@@ -235,6 +235,12 @@ def export(
             path=stray[0],
         )
     out = {series.folder / p.name: export_patch(p, pristine, edited) for p in series.patches}
+    if lost := [p.name for p in series.patches if p.diffs and b"\n@@ " not in out[series.folder / p.name]]:
+        raise Refusal(
+            "nothing-applied",
+            f"{tree} has nothing of {', '.join(lost)}; apply the series to it before it is edited, or remove a "
+            "patch that is not wanted.",
+        )
     pins = series.folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in owner if pristine[path] != edited[path]}
     touched = {path: pristine[path] for path in hashes}

@@ -19,6 +19,8 @@ CACHE_DTYPES = {
 HEADS = {"DeepSeek-V4-Flash": 64, "DeepSeek-V4-Pro": 128}
 MAX_CONTEXT = 1 << 20
 GPUS = 8  # in one machine
+# Names of products have their parts between hyphens, as in NVIDIA-H100-80GB-HBM3.
+HOPPER, BLACKWELL = (re.compile(rf"(^|-)G?{names}(-|$)") for names in ("H(20|100|200|800)", "B(200|300)"))
 EXAMPLE = "registry.example.com/"
 KEYS = ("IMAGE", "RELEASE", "MODEL", "GPU", "TENSOR_PARALLEL_SIZE", "ATTENTION_BACKEND", "KV_CACHE_DTYPE",
         "MAX_MODEL_LEN")  # fmt: skip
@@ -32,8 +34,9 @@ def read(path: Path) -> dict[str, str]:
     """The settings: each a line `  KEY: "value"` below `data:`. Raises Wrong."""
     try:
         _, found, data = path.read_text("utf-8").partition("\ndata:\n")
-    except OSError as error:
-        raise Wrong(f"{path} cannot be read ({error.strerror}); give the folder of a variant.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "not UTF-8")
+        raise Wrong(f"{path} cannot be read ({why}); give the folder of a variant.") from None
     settings: dict[str, str] = {}
     for line in data.splitlines() if found else ():
         if not line.strip() or line.lstrip().startswith("#"):
@@ -74,8 +77,8 @@ def heads(model: str) -> int:
         ) from None
 
 
-def check(root: Path, settings: dict[str, str]) -> None:
-    """Raise Wrong for the first setting that would not serve."""
+def check(root: Path, settings: dict[str, str], variant: str = "") -> None:
+    """Raise Wrong for the first setting that would not serve; `variant` is its kustomization.yaml."""
     for key in KEYS:
         if not settings.get(key):
             raise Wrong(f"{key} is missing; write it below data.")
@@ -88,6 +91,10 @@ def check(root: Path, settings: dict[str, str]) -> None:
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}, an example; write where the image of docker/build.sh is.")
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", settings["GPU"]):
         raise Wrong(f"GPU is {settings['GPU']!r}; write the label nvidia.com/gpu.product of the nodes.")
+    if not HOPPER.search(settings["GPU"]) and not BLACKWELL.search(settings["GPU"]):
+        raise Wrong(f"GPU is {settings['GPU']!r}, which the overlay does not serve; write a Hopper or Blackwell one.")
+    if variant and BLACKWELL.search(settings["GPU"]) and "runAsUser, value: 0}" not in variant:
+        raise Wrong(f"GPU is {settings['GPU']!r}, on which FlashInfer compiles as root; use the variant b200x8.")
     _one_of(settings, "RELEASE", releases(root))
     backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
     _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")
@@ -114,7 +121,8 @@ def main(argv: list[str], root: Path) -> int:
     if not folder.is_dir():
         folder = Path(args.variant)
     try:
-        check(root, read(folder / "settings.yaml"))
+        variant = folder / "kustomization.yaml"
+        check(root, read(folder / "settings.yaml"), variant.read_text("utf-8") if variant.is_file() else "")
     except Wrong as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 1

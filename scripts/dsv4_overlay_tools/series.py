@@ -97,6 +97,14 @@ class FileDiff:
                 raise Mismatch(number)
         return "".join(out).encode("latin-1")
 
+    def undo(self, data: bytes) -> bytes:
+        """What apply() has made `data` of. Raises Mismatch."""
+        hunks, shift = [], 0
+        for hunk in self.hunks:
+            hunks.append(replace(hunk, start=hunk.start + shift, source=hunk.target, target=hunk.source))
+            shift += len(hunk.target) - len(hunk.source)
+        return replace(self, hunks=hunks).apply(data)
+
 
 @dataclass(frozen=True)
 class Patch:

@@ -338,16 +338,22 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _write(
-    path: Path, data: bytes, mode: int, *, like: os.stat_result | None = None, mtime_ns: int
-) -> None:
+def _make_folder(path: Path, like: os.stat_result) -> None:
+    os.mkdir(path)
+    os.chmod(path, 0o755)  # whatever the umask: vLLM reads the record
+    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        with contextlib.suppress(PermissionError):  # only root may give folders away
+            os.chown(path, like.st_uid, like.st_gid)
+
+
+def _write(path: Path, data: bytes, mode: int, *, like: os.stat_result, mtime_ns: int) -> None:
     """Write a complete, synced file that has the owner of `like`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        if like and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
             with contextlib.suppress(PermissionError):  # only root may give files away
                 os.fchown(fd, like.st_uid, like.st_gid)
         os.fchmod(fd, mode)  # after chown, which clears setuid bits
@@ -416,12 +422,12 @@ def apply(plan: Plan) -> None:
     """
     root = plan.root
     check_writable(root, [change.real for change in plan.changes])
+    owner = (root / "vllm").stat()  # of what is new, as of all that is there
     try:
         # staged/ exists before originals/ and goes before the record comes: originals alone
         # (somebody deleted the record) can be told from a run that never got to its journal.
         for folder in (STATE_DIR, STAGED, ORIGINALS):
-            os.mkdir(root / folder)
-            os.chmod(root / folder, 0o755)  # whatever the umask: vLLM reads the record
+            _make_folder(root / folder, owner)
         for change in plan.changes:
             old = None
             if change.before is not None:
@@ -437,11 +443,11 @@ def apply(plan: Plan) -> None:
                 root / _kept(STAGED, change.path),
                 change.after,
                 change.mode,
-                like=old,
+                like=old or owner,
                 mtime_ns=_new_mtime(old),
             )
         draft = root / (JOURNAL + ".tmp")
-        _write(draft, plan.record, 0o644, mtime_ns=time.time_ns())
+        _write(draft, plan.record, 0o644, like=owner, mtime_ns=time.time_ns())
         for folder in (STAGED, ORIGINALS):
             _sync(root / folder)
         os.replace(draft, root / JOURNAL)
@@ -449,8 +455,7 @@ def apply(plan: Plan) -> None:
         _sync(root / "vllm")
 
         for folder in plan.directories:
-            os.mkdir(root / folder)
-            os.chmod(root / folder, 0o755)
+            _make_folder(root / folder, owner)
         for change in plan.changes:
             # A rename, so that a hard link (uv shares files with its cache) keeps the old file.
             os.replace(root / _kept(STAGED, change.path), change.real)
@@ -464,7 +469,7 @@ def apply(plan: Plan) -> None:
     except OSError as error:
         what = f"Writing {error.filename or root} failed ({error.strerror})"
         try:
-            recover(root)
+            _recover(root)
         except OSError:
             raise Refusal(
                 "half-applied",
@@ -514,8 +519,10 @@ def read_record(root: Path) -> tuple[dict, bytes]:
         record = json.loads(data)
         for entry in record["files"]:
             entry["path"], entry["sha256_before"], entry["sha256_after"], int(entry["mode"], 8)
-        record["directories"]
-    except (OSError, ValueError, KeyError, TypeError):
+            entry["action"], entry["size_before"], entry["size_after"]
+        record["directories"], record["release"], record["overlay_version"], record["patches"]
+        record["files"][0]  # a record of nothing would be reverted by forgetting the originals
+    except (OSError, ValueError, LookupError, TypeError):
         raise Refusal(
             "record-lost", f"{path} in {root} is damaged; install vLLM afresh.", path=path
         ) from None
@@ -623,9 +630,26 @@ def changed_since(repo_root: Path, series: Series, record: dict) -> str | None:
 def recover(root: Path) -> None:
     """Bring a tree that a run left between two states back to pristine.
 
-    Raises Refusal(edited-since-apply), having changed nothing, if a file is neither as before nor
-    as after.
+    Raises Refusal: edited-since-apply, having changed nothing, if a file is neither as before nor as
+    after; half-applied if it fails on the way.
     """
+    try:
+        _recover(root)
+    except OSError as error:
+        raise _between(root, error) from error
+
+
+def _between(root: Path, error: OSError) -> Refusal:
+    place = str(error.filename or root)
+    return Refusal(
+        "half-applied",
+        f"Writing {place} failed ({error.strerror}); the tree is between two states: make room and run "
+        "--revert again.",
+        path=place,
+    )
+
+
+def _recover(root: Path) -> None:
     if state_of(root) == "changing":
         _restore(root, _restorable(root))
     elif (root / STATE_DIR).exists():
@@ -646,12 +670,7 @@ def revert(root: Path) -> None:
         _sync(root / STATE_DIR)
         _restore(root, found)
     except OSError as error:
-        raise Refusal(
-            "half-applied",
-            f"Writing {error.filename or root} failed ({error.strerror}); the tree is between two "
-            "states: make room and run --revert again.",
-            path=str(error.filename or root),
-        ) from error
+        raise _between(root, error) from error
     except KeyboardInterrupt:
         if state_of(root) != "applied":
             recover(root)

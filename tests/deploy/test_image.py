@@ -81,10 +81,13 @@ def test_refusals(arguments, words, tmp_path):
 DOCKER = """#!/bin/sh
 echo "$@" >> calls
 case "$1 $2" in
-"pull registry/"*) echo layers ;;
+"pull registry/"* | "pull docker.io/"*) echo layers ;;
 "pull "*) echo pull access denied >&2; exit 1 ;;
 "image inspect")
-    case "$5" in registry/*) echo '["registry/it@sha256:12"]' ;; mine) echo '[]' ;; *) exit 1 ;; esac ;;
+    case "$5" in
+    registry/*) echo '["other/it@sha256:99","registry/it@sha256:12"]' ;;
+    docker.io/*) echo '["team/it@sha256:56"]' ;;
+    mine) echo '[]' ;; *) exit 1 ;; esac ;;
 esac
 """
 
@@ -93,6 +96,7 @@ esac
     "base, built_on",
     [
         ("registry/it:1", "registry/it:1@sha256:12"),
+        ("docker.io/team/it:1", "docker.io/team/it:1@sha256:56"),  # which docker names without its registry
         ("mine", "mine"),
         ("it@sha256:34", "it@sha256:34"),
         ("none", None),
@@ -114,6 +118,19 @@ def test_a_base_of_a_registry_or_of_ones_own(base, built_on, tmp_path):
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"built vllm-dsv4-overlay:{RELEASE} on {built_on}\n"
         assert f" --build-arg BASE_IMAGE={built_on} " in calls
+
+
+def test_revision_tells_of_what_is_not_committed(tmp_path):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from dsv4_overlay_tools import image
+
+    assert image.revision(tmp_path) == ""
+    for command in ["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=tmp_path, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    assert image.revision(tmp_path) == head
+    (tmp_path / "new").write_text("")
+    assert image.revision(tmp_path) == f"{head}-dirty"
 
 
 # ---------------------------------------------------------------- with buildah

@@ -124,6 +124,7 @@ def test_settings_arrive(variant):
     for template in pods(rendered(variant)).values():
         (container,) = template["spec"]["containers"]
         assert container["image"] == f"{settings['IMAGE']}:{settings['RELEASE']}"
+        assert container["imagePullPolicy"] == "Always"  # or hosts of a group may have different builds
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": settings["GPU"]}
         for kind in ("requests", "limits"):
             assert container["resources"][kind]["nvidia.com/gpu"] == settings["TENSOR_PARALLEL_SIZE"]
@@ -194,7 +195,7 @@ def variant(tmp_path):
 
     def run(old, new):
         assert old in good
-        (tmp_path / "settings.yaml").write_text(good.replace(old, new))
+        (tmp_path / "settings.yaml").write_text(good.replace(old, new), errors="surrogateescape")
         return subprocess.run([FOLDER / "check.sh", tmp_path], capture_output=True, text=True)
 
     return run
@@ -227,6 +228,8 @@ def test_variants_lack_an_image_only(name, tmp_path):
         ('overlay"', 'overlay:latest"', "write a repository without a tag"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
         ("NVIDIA-H200", "NVIDIA H200", "GPU is 'NVIDIA H200'; write the label"),
+        ("NVIDIA-H200", "NVIDIA-A100-SXM4-80GB", "-80GB', which the overlay does not serve; write a Hopper or"),
+        ("deepseek-ai", "\udcff", "cannot be read (not UTF-8); give the folder of a variant."),
         ("registry.mine.org", "registry.example.com", "an example; write where"),
         ('  GPU: "', '  GPUS: "8"\n  GPU: "', "GPUS is no setting; the settings are "),
         ('  GPU: "', '  RELEASE: "0.22.1"\n  GPU: "', "RELEASE is there twice; remove one."),
@@ -239,7 +242,19 @@ def test_wrong_settings(variant, old, new, words):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
 
 
+def test_blackwell_elsewhere(variant, tmp_path):
+    """Its containers need rights that the other variants do not give."""
+    assert variant("NVIDIA-H200", "NVIDIA-B200").returncode == 0  # a folder without kustomization.yaml
+    (tmp_path / "kustomization.yaml").write_text((FOLDER / "h200x8/kustomization.yaml").read_text())
+    done = variant("NVIDIA-H200", "NVIDIA-GB200")
+    assert done.returncode == 1 and "use the variant b200x8." in done.stderr
+    (tmp_path / "kustomization.yaml").write_text((FOLDER / "b200x8/kustomization.yaml").read_text())
+    assert variant("NVIDIA-H200", "NVIDIA-B200").returncode == 0
+
+
 def test_other_settings(variant, tmp_path):
+    for gpu in "NVIDIA-H100-80GB-HBM3", "NVIDIA-GH200-480GB", "NVIDIA-H200-NVL", "NVIDIA-H20":
+        assert variant("NVIDIA-H200", gpu).returncode == 0
     assert variant('"fp8_per_tensor"', '"bfloat16"  # as exact as it gets').returncode == 0
     assert variant("registry.mine.org/", "localhost:5000/team/").returncode == 0
     (tmp_path / "config.json").write_text('{"num_attention_heads": 12}')

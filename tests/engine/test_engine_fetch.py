@@ -120,6 +120,9 @@ def test_a_place_that_cannot_be_written(engine, index, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "archive", lambda *_: pytest.fail("downloaded"))
     monkeypatch.setattr(fetch.os, "access", lambda folder, _: folder != tmp_path)
     assert engine.refused("not-writable", "--fetch", RELEASE, tmp_path / "a/b")["path"] == str(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "is the current folder" in engine.refused("not-writable", "--fetch", RELEASE, ".")["message"]
     monkeypatch.setattr(fetch.Path, "is_mount", lambda _: True)
     assert "is a mount point" in engine.refused("not-writable", "--fetch", RELEASE, tmp_path / "c")["message"]
 

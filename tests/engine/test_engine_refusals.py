@@ -234,10 +234,44 @@ def test_record_lost(engine, target):
     for mode in ([], ["--revert"], ["--status"]):
         record.unlink()
         refused(engine, "record-lost", target, *mode)
-        record.write_bytes(good[: len(good) // 2])
-        refused(engine, "record-lost", target, *mode)
+        for bad in good[: len(good) // 2], b'{"files": [], "directories": []}', good.replace(b'"action"', b'"x"'):
+            record.write_bytes(bad)
+            refused(engine, "record-lost", target, *mode)
         record.write_bytes(good)
     engine.ok(target, "--revert")
+
+
+def test_patched_files_without_any_record(engine, tmp_path):
+    target = make_target(tmp_path / "tree", "git")
+    engine.ok(target)
+    git(target, "clean", "-fdq")
+    error = refused(engine, "record-lost", target, "--revert")
+    assert all(path in error["message"] for path in EDITED) and error["path"] == "vllm/config.py"
+    git(target, "checkout", "--", ".")
+    (target / "vllm/config.py").write_bytes(b"mine\n")
+    assert engine.ok(target, "--revert")["state"] == "clean"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("kind", ["source", "installed"])
+def test_what_root_adds_belongs_to_the_owner_of_the_tree(engine, tmp_path, kind):
+    target = make_target(tmp_path / "target", kind)
+    for place in [target, *target.rglob("*")]:
+        os.chown(place, 1234, 1235)
+    engine.ok(target)
+    owners = {place: (place.stat().st_uid, place.stat().st_gid) for place in (target / "vllm").rglob("*")}
+    assert set(owners.values()) == {(1234, 1235)}, owners
+
+
+@pytest.mark.parametrize("argv", [[""], ["--revert", ""], ["--fetch", "", "tree"]])
+def test_an_empty_argument(engine, target, argv, monkeypatch):
+    """As of a variable that is not set: it would be the current folder."""
+    monkeypatch.chdir(target)
+    before = snapshot(target)
+    status, report = engine(*argv)
+    assert (status, report["error"]["code"]) == (2, "usage")
+    assert "an argument is empty" in report["error"]["message"]
+    assert snapshot(target) == before
 
 
 def test_an_original_that_is_gone_or_damaged(engine, target):

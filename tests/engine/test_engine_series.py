@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from smallworld import (
     EDITED,
     OVERLAY,
+    PATCHES,
     PRISTINE,
     RELEASE,
     copy,
@@ -61,6 +62,16 @@ def test_export_of_the_edited_tree_is_the_series(world, capsys):
     assert (status, err) == (0, "") and "nothing to write" in out
     assert snapshot(repo) == before
     assert run_check(world, capsys)[0] == 0
+
+
+def test_export_of_a_tree_without_the_patches(world, capsys):
+    repo, pristine, tree = world
+    for path in PATCHES["rest.patch"]:
+        (tree / path).write_bytes(PRISTINE[path])
+    before = snapshot(repo)
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and err.startswith(f"error: nothing-applied: {tree} has nothing of rest.patch; apply the")
+    assert snapshot(repo) == before
 
 
 def test_export_writes_what_apply_then_gives(world, capsys, engine):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 from vllm.config.cache import CacheDType
 from vllm.dsv4_overlay import adapter, config
 from vllm.platforms.interface import DeviceCapability
@@ -33,7 +34,9 @@ ACCEPTED = {"auto": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8_per_tensor",
             "fp8_per_tensor": "fp8_per_tensor"}  # fmt: skip
 V4 = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
 NO_SCALES = str(Path(__file__).parent)  # a checkpoint without
-HF_CONFIG = SimpleNamespace(num_hidden_layers=5, num_nextn_predict_layers=1)
+HF_CONFIG = SimpleNamespace(
+    num_hidden_layers=5, num_nextn_predict_layers=1, head_dim=512, qk_rope_head_dim=64, sliding_window=128
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,8 @@ def on_gpu(monkeypatch, capability):
 def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            architecture=architecture, heads=heads, model=NO_SCALES, revision=None, hf_config=HF_CONFIG
+            architecture=architecture, heads=heads, model=NO_SCALES, revision=None, hf_config=HF_CONFIG,
+            dtype=torch.bfloat16,
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum[backend] if backend else None),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=16, user_specified_block_size=False),
@@ -217,7 +221,10 @@ def test_images_on_hopper(monkeypatch):
 @pytest.mark.parametrize(
     "asked, words",
     [
-        (dict(method="draft_model"), "serves no draft model but DeepSeek V4's own layers; use MTP"),
+        *(
+            (dict(method=method), f"serves no drafts of {method}, only DeepSeek V4's own layers; use MTP")
+            for method in ("draft_model", "eagle", "eagle3", "dflash", "extract_hidden_states")
+        ),
         (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),
         (dict(kv_cache_dtype="bfloat16"), "kv_cache_dtype of --speculative-config is bfloat16, and drafts share"),
         (dict(kv_cache_dtype="fp8_ds_mla"), "kv_cache_dtype of --speculative-config is fp8_ds_mla, and drafts"),
@@ -235,6 +242,31 @@ def test_drafts_of_the_same_cache(cache_dtype):
     asked.speculative_config = SimpleNamespace(method="mtp", draft_model_config=None, kv_cache_dtype=cache_dtype,
                                                attention_backend=AttentionBackendEnum[FULL])  # fmt: skip
     assert verify(asked).speculative_config.kv_cache_dtype == "fp8_per_tensor" == asked.cache_config.cache_dtype
+
+
+@pytest.mark.parametrize("dtype, words", [(torch.float16, "float16"), (torch.float32, "float32")])
+def test_models_of_another_dtype(dtype, words):
+    for cache_dtype in ("auto", "fp8"):
+        asked = make(cache_dtype)
+        asked.model_config.dtype = dtype
+        assert f"serves models in bfloat16, and --dtype is {words}; omit it." in refusal(asked)
+
+
+@pytest.mark.parametrize("name, value", [("sliding_window", 64), ("head_dim", 256), ("qk_rope_head_dim", 32)])
+def test_models_of_other_dimensions(name, value):
+    """A wider or narrower window would be read as one of 128 rows, which vLLM's cache does not keep."""
+    asked = make()
+    asked.model_config.hf_config = SimpleNamespace(**(vars(HF_CONFIG) | {name: value}))
+    assert f"and this model's is {value}; use {FLASHMLA}" in refusal(asked)
+
+
+@pytest.mark.parametrize("option, value", [("calculate_kv_scales", True), ("kv_cache_dtype_skip_layers", ["0"])])
+def test_options_of_scales_that_nothing_reads(option, value):
+    asked = make("fp8")
+    setattr(asked.cache_config, option, value)
+    assert f"does not serve --{option.replace('_', '-')}; omit it: scales come from dsv4_scales" in refusal(asked)
+    asked.cache_config.cache_dtype = "bfloat16"
+    verify(asked)
 
 
 def test_dspark_is_refused(monkeypatch):

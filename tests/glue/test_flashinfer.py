@@ -10,7 +10,7 @@ import pytest
 from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla, interface
 
 # Folders with a release each, installed by scripts/test.sh.
-RELEASES = os.environ.get("FLASHINFER_RELEASES", "").split()
+RELEASES = [folder for folder in os.environ.get("FLASHINFER_RELEASES", "").split(":") if folder]
 
 
 @pytest.mark.skipif(not RELEASES, reason="needs the FlashInfer releases that scripts/test.sh installs")

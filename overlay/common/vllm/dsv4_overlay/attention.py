@@ -29,7 +29,8 @@ def init_layer(layer: torch.nn.Module) -> None:
     """Give an inner attention layer its scales; insert, compressor and attention read these, fixed from here on.
 
     `kv_scale` and `q_scale_inv`, one float32 element each, are what the kernels that write read; buffers, so that
-    they survive vLLM's sleep mode. The floats `kv_scale_value` and `q_scale_value` are for attention.
+    they survive vLLM's sleep mode (level 2: the main model's; up to 0.22.1 vLLM saves none of a draft's). The
+    floats `kv_scale_value` and `q_scale_value` are for attention.
     """
     check_machine()
     vllm_config = get_current_vllm_config()

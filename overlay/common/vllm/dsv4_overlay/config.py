@@ -35,6 +35,10 @@ _ACCEPTED_DTYPES = {
 _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4m3fn}
 # What vLLM's own backend reads on compute capability 12.x: FlashMLA's rows by any of these names.
 _PACKED_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
+# What the kernels are written for; all released checkpoints have these.
+_DIMENSIONS = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128}
+# Drafts with attention of their own, whose layers would get this cache or backend, and fail after loading.
+_OTHER_DRAFTS = ("draft_model", "eagle", "eagle3", "dflash", "extract_hidden_states")
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -69,8 +73,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     name does not reach draft models.
 
     Raises:
-        ValueError: the combination, the GPU, the head count, the kind of parallelism or of speculation, the
-            provider or the scales cannot be served. One sentence.
+        ValueError: the combination, the GPU, the model's dtype, dimensions or head count, the kind of parallelism
+            or of speculation, the provider or the scales cannot be served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
@@ -139,7 +143,17 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
     # Not at the top: this module is imported for every model, also where there is no Triton.
     from vllm.third_party.dsv4_kernels import MAX_HEADS
 
-    heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    model_config = vllm_config.model_config
+    if model_config.dtype != torch.bfloat16:
+        dtype = str(model_config.dtype).removeprefix("torch.")
+        raise ValueError(f"{_FULL_CACHE.name} serves models in bfloat16, and --dtype is {dtype}; omit it.")
+    for name, value in _DIMENSIONS.items():
+        if (found := getattr(model_config.hf_config, name)) != value:
+            raise ValueError(
+                f"{_FULL_CACHE.name} serves DeepSeek V4 with {name} {value}, and this model's is {found}; use "
+                f"{_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
+            )
+    heads = model_config.get_num_attention_heads(vllm_config.parallel_config)
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(
             f"{_FULL_CACHE.name} serves 1 to {MAX_HEADS} attention heads a GPU, and this model has {heads}; "
@@ -156,6 +170,12 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             f"{_FULL_CACHE.name} does not serve context parallelism; omit --decode-context-parallel-size and "
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
+    for option in ("calculate_kv_scales", "kv_cache_dtype_skip_layers"):  # vLLM's V4 layers would read neither
+        if getattr(cache_config, option, None) and _ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor":
+            raise ValueError(
+                f"{_FULL_CACHE.name} does not serve --{option.replace('_', '-')}; omit it: scales come from "
+                f"{OPTION} in --additional-config, and python -m vllm.dsv4_overlay.calibrate measures them."
+            )
     if speculative := vllm_config.speculative_config:
         _check_speculation(speculative, cache_config.cache_dtype)
 
@@ -167,9 +187,10 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
             f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see more than a window; use MTP, "
             f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
         )
-    if speculative.method == "draft_model":
+    if speculative.method in _OTHER_DRAFTS:
         raise ValueError(
-            f"{_FULL_CACHE.name} serves no draft model but DeepSeek V4's own layers; use MTP, or n-grams."
+            f"{_FULL_CACHE.name} serves no drafts of {speculative.method}, only DeepSeek V4's own layers; use "
+            "MTP, or n-grams."
         )
     backend = getattr(speculative, "attention_backend", None)
     if backend not in (None, _FULL_CACHE):

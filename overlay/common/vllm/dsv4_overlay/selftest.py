@@ -101,7 +101,8 @@ def configured(cache_dtype: str, platform: object) -> str:
             get_num_attention_heads=lambda parallel: 64,
             model=str(Path(__file__).parent),  # a checkpoint without scales
             revision=None,
-            hf_config=SimpleNamespace(num_hidden_layers=1),
+            dtype=torch.bfloat16,
+            hf_config=SimpleNamespace(num_hidden_layers=1, head_dim=512, qk_rope_head_dim=64, sliding_window=128),
         ),
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, user_specified_block_size=False),
