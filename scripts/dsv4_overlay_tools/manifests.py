@@ -91,10 +91,11 @@ def check(root: Path, settings: dict[str, str], variant: str = "") -> None:
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}, an example; write where the image of docker/build.sh is.")
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", settings["GPU"]):
         raise Wrong(f"GPU is {settings['GPU']!r}; write the label nvidia.com/gpu.product of the nodes.")
-    if not HOPPER.search(settings["GPU"]) and not BLACKWELL.search(settings["GPU"]):
-        raise Wrong(f"GPU is {settings['GPU']!r}, which the overlay does not serve; write a Hopper or Blackwell one.")
-    if variant and BLACKWELL.search(settings["GPU"]) and "runAsUser, value: 0}" not in variant:
-        raise Wrong(f"GPU is {settings['GPU']!r}, on which FlashInfer compiles as root; use the variant b200x8.")
+    gpu = settings["GPU"]
+    if not HOPPER.search(gpu) and not BLACKWELL.search(gpu):
+        raise Wrong(f"GPU is {gpu!r}, which the overlay does not serve; write a Hopper or Blackwell one.")
+    if variant and BLACKWELL.search(gpu) and "runAsUser, value: 0}" not in variant:
+        raise Wrong(f"GPU is {gpu!r}, on which FlashInfer compiles as root; use the variant b200x8.")
     _one_of(settings, "RELEASE", releases(root))
     backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
     _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")

@@ -125,9 +125,10 @@ def test_revision_tells_of_what_is_not_committed(tmp_path):
     from dsv4_overlay_tools import image
 
     assert image.revision(tmp_path) == ""
-    for command in ["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=tmp_path, check=True)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert image.revision(tmp_path) == head
     (tmp_path / "new").write_text("")
     assert image.revision(tmp_path) == f"{head}-dirty"
