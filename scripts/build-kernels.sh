@@ -73,6 +73,7 @@ TMPDIR=$work "$nvcc" "${targets[@]}" --threads 0 -std=c++20 -O3 -shared -cudart 
     -lstdc++ -L "$torch/lib" -ltorch -o "$work/out.so"
 chmod 755 "$work/out.so"
 mkdir -p "$(dirname "$out")"
-mv -f "$work/out.so" "$out.new"
-mv -f "$out.new" "$out"
+draft=$(dirname "$out")/.$(basename "$out").new
+mv -f "$work/out.so" "$draft"
+mv -f "$draft" "$out"
 echo "built $out for sm ${archs[*]} with CUDA $cuda, torch $torch_target and newer"

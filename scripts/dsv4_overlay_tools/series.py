@@ -343,9 +343,9 @@ def load_overlay(root: Path, series: Series) -> dict[str, OverlayFile]:
     found: dict[str, OverlayFile] = {}
     for base in (root / "overlay" / "common", root / "overlay" / series.release):
         for source in sorted((base / "vllm").rglob("*")):
-            if "__pycache__" in source.parts or source.suffix == ".pyc":
-                continue
             path = source.relative_to(base).as_posix()
+            if "__pycache__" in source.parts or source.suffix == ".pyc" or "/." in path:  # an editor's, a build's
+                continue
             if source.is_symlink():
                 raise _bad(str(source), "is a symbolic link; the overlay holds plain files only")
             if source.is_dir():

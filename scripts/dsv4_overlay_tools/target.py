@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
@@ -90,7 +91,8 @@ def _git_release(repo: Repo, pins: list[Series]) -> tuple[str | None, str | None
     head = None
     try:
         head = repo.git.rev_parse("--verify", "HEAD^{commit}")
-        tag = repo.git.describe("--tags", "--match", "v[0-9]*", "--abbrev=0")
+        # No release of vLLM has a hyphen; tags of one's own often have.
+        tag = repo.git.describe("--tags", "--match", "v[0-9]*", "--exclude", "*-*", "--abbrev=0")
         commit = repo.git.rev_parse(tag + "^{commit}")
     except git.GitCommandError as error:
         # No commit, no tag, or git refuses to work here at all: the files are another user's.
@@ -98,7 +100,7 @@ def _git_release(repo: Repo, pins: list[Series]) -> tuple[str | None, str | None
             raise Refusal(
                 "not-vllm",
                 f"git distrusts {repo.working_dir} because another user owns it; run "
-                f"'git config --global --add safe.directory {repo.working_dir}'.",
+                f"git config --global --add safe.directory {shlex.quote(str(repo.working_dir))}.",
             ) from None
         for series in pins:
             if head and head.startswith(series.git_commit):

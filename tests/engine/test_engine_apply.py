@@ -57,6 +57,16 @@ def test_revert_gives_every_byte_back(engine, target, kind):
         assert git(target, "status", "--porcelain") == ""
 
 
+def test_tags_and_files_of_ones_own(engine, tmp_path):
+    target = make_target(tmp_path / "tree", "git")
+    git(target, "commit", "-q", "--allow-empty", "-m", "mine")
+    git(target, "tag", f"v{RELEASE}-mine")
+    git(target, "tag", "v2024-backup")
+    (engine.root / "overlay/common/vllm/dsv4/.main.py.swp").write_bytes(b"")
+    report = engine.ok(target)
+    assert report["release"] == RELEASE and {file["path"] for file in report["files"]} == {*EDITED, *ADDED}
+
+
 def test_second_apply_changes_nothing_and_says_so(engine, target):
     engine.ok(target)
     before = snapshot(target)
