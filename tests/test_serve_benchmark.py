@@ -165,7 +165,8 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
             (model / "config.json").unlink(), (model / more).write_text("")
         before = sorted((file.name, file.read_text()) for file in model.iterdir())
         command = [ROOT / "benchmarks/serve.sh", "--dummy", model, "--work", tmp_path / "work"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
         assert done.returncode == 1 and f"{model} holds another model, which --dummy would" in done.stderr
         assert sorted((file.name, file.read_text()) for file in model.iterdir()) == before
 
