@@ -307,6 +307,10 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def compiled_meanwhile(result: dict[str, Any]) -> bool:
+    return any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values())
+
+
 def table(result: dict[str, Any]) -> str:
     heads = ["at once", "", *(head for _, head, _ in COLUMNS), "KV cache, tokens"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -316,7 +320,7 @@ def table(result: dict[str, Any]) -> str:
             values = [f"{row[key] * factor:,.2f}" for key, _, factor in COLUMNS]
             mark = "*" if row["compiled"] else ""
             lines.append("| " + " | ".join([count, name + mark, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
-    if any("*" in line for line in lines):
+    if compiled_meanwhile(result):
         lines.append(COMPILED)
     for name, run in result["runs"].items():
         if step := run.get("decode_step"):
@@ -352,7 +356,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         f"{result['machine']['gpus'][0].split(',')[0]}, {parallel}, "
         f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
     )
-    if any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values()):
+    if compiled_meanwhile(result):
         figure.supxlabel(COMPILED, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 

@@ -338,12 +338,17 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
+def _give(place: Path | int, like: os.stat_result) -> None:
+    """Give a path or an open file the owner of `like`."""
+    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+        with contextlib.suppress(PermissionError):  # only root may give files away
+            os.chown(place, like.st_uid, like.st_gid)
+
+
 def _make_folder(path: Path, like: os.stat_result) -> None:
     os.mkdir(path)
     os.chmod(path, 0o755)  # whatever the umask: vLLM reads the record
-    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-        with contextlib.suppress(PermissionError):  # only root may give folders away
-            os.chown(path, like.st_uid, like.st_gid)
+    _give(path, like)
 
 
 def _write(path: Path, data: bytes, mode: int, *, like: os.stat_result, mtime_ns: int) -> None:
@@ -353,9 +358,7 @@ def _write(path: Path, data: bytes, mode: int, *, like: os.stat_result, mtime_ns
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-            with contextlib.suppress(PermissionError):  # only root may give files away
-                os.fchown(fd, like.st_uid, like.st_gid)
+        _give(fd, like)
         os.fchmod(fd, mode)  # after chown, which clears setuid bits
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         os.fsync(fd)
