@@ -5,6 +5,8 @@
 // fetches rows, and q, into a ring of two slots. So nobody does two things in turns, and the next item's q comes like
 // any tile.
 
+#include <cuda.h>
+
 #include "sm90_wgmma.cuh"
 
 namespace dsv4 {
@@ -53,9 +55,29 @@ __device__ __forceinline__ void output_product(float (&o)[128], uint64_t p, uint
                  : DSV4_F32(o, I), DSV4_F32(o, I + 32) : "l"(p), "l"(v));
 }
 
+// The barrier's phase is complete when so many bytes of copies are there, besides all that arrive.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Operands are blocks of 64 rows by 64 dimensions (or keys), 8 KB: rows of 128 bytes, swizzled.
 constexpr int kBlockBytes = 64 * 128;
 constexpr int kTileBytes = kDim / 64 * kBlockBytes;
+
+// A row of E4M3, by one instruction; its bytes are counted by the barrier.
+template <bool FIRST>
+__device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {
+  if constexpr (FIRST) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to), "l"(from), "n"(kDim), "r"(barrier), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "n"(kDim), "r"(barrier) : "memory");
+  }
+}
 
 template <bool FP8>
 struct Layout {
@@ -73,12 +95,64 @@ struct Layout {
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
 };
 
+// A call, and q and outputs as tensors of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose
+// layout in shared memory is that of an operand. Heads that do not exist come as zeros, and are not written.
+struct Call : Params {
+  CUtensorMap q_map, out_map;
+  bool is_mapped;  // else threads copy: other rows, E4M3 q, or strides that such a tensor cannot have
+
+  explicit Call(const SparseMla& call) : Params(call, kHeads, 1), q_map{}, out_map{}, is_mapped(false) {
+    if (call.q_is_fp8 || !call.rows_are_fp8) return;
+    static const auto encode = [] {
+      void* function = nullptr;
+      cudaDriverEntryPointQueryResult found;
+      if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
+              cudaSuccess ||
+          found != cudaDriverEntryPointSuccess)
+        function = nullptr;
+      return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    }();
+    const auto map = [&](CUtensorMap& to, const void* at, int64_t token_stride, int64_t head_stride) {
+      if (head_stride < kDim || token_stride < kDim) return false;  // overlapping: not said to be possible
+      const cuuint64_t sizes[] = {kDim, static_cast<cuuint64_t>(call.heads), static_cast<cuuint64_t>(call.tokens)};
+      const cuuint64_t strides[] = {static_cast<cuuint64_t>(head_stride) * 2,
+                                    static_cast<cuuint64_t>(token_stride) * 2};
+      const cuuint32_t box[] = {64, 16, 1}, steps[] = {1, 1, 1};
+      return encode(&to, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    };
+    is_mapped = encode && map(q_map, call.q, call.q_token_stride, call.q_head_stride) &&
+                map(out_map, call.out, call.out_token_stride, call.out_head_stride);
+  }
+};
+
+// 64 dimensions of 16 heads from `head` on; their bytes are counted by the barrier.
+template <bool FIRST>
+__device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int dim, int head, int token,
+                                       uint32_t barrier) {
+  if constexpr (FIRST) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier), "l"(policy)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier) : "memory");
+  }
+}
+
 // An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
 enum Kind { kEnd, kQ, kKeys };
 
 template <bool FP8>
 struct Block : Thread {
   using L = Layout<FP8>;
+  const Call& call;
+
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile
   // Of a quarter of a slot (BF16) or of the rows on their way (E4M3), 16 keys each.
@@ -96,7 +170,7 @@ struct Block : Thread {
     for (int i = 0; i < 2; ++i) barrier_init(full(i), FP8 ? 256 : kFetched);
     for (int i = 0; i < 4; ++i)
       if (FP8)
-        barrier_init(raw_full(i), kFetched / 4), barrier_init(raw_empty(i), 256);
+        barrier_init(raw_full(i), 32), barrier_init(raw_empty(i), 256);
       else
         barrier_init(empty(0, i), 256), barrier_init(empty(1, i), 256);
     barrier_init(q_full(), kFetched), barrier_init(q_read(), 128);
@@ -149,7 +223,7 @@ struct Block : Thread {
       if (starts) {
         announce(kQ, 0);
         if constexpr (FP8) {
-          barrier_arrive(raw_full(quarter)), arrive(raw_full(quarter));
+          barrier_arrive(raw_full(quarter));
           barrier_wait(raw_empty(quarter), entry & 1);
         } else {
           barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
@@ -163,28 +237,36 @@ struct Block : Thread {
         if (t == 1 && !two) break;
         announce(kKeys, there >> t * 16);
         if (!FP8) barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
-        const uint32_t full_barrier = FP8 ? raw_full(quarter) : full(entry & 1);
-        const uint32_t to = base + (FP8 ? L::kRaw + row0 * kDim + lane * 16
-                                        : (entry & 1) * kTileBytes + lane / 8 * kBlockBytes + row0 * 128);
+        if constexpr (FP8) {
+          // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
+          const unsigned bits = there >> t * 16 & 0xFFFF;
+          const uint32_t to = L::kRaw + row0 * kDim;
+          fence_async();  // what was read there, and zeros written there, before the copies
+          __syncwarp();
+          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * kDim);
+          if (lane / 16 == t && index >= 0) copy_row<FIRST>(base + to + lane % 16 * kDim, from, raw_full(quarter));
+          for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
+            *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * kDim + lane * 16) = make_uint4(0, 0, 0, 0);
+          __syncwarp();
+          barrier_arrive(raw_full(quarter));
+        } else {
+          const uint32_t to = base + (entry & 1) * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
 #pragma unroll
-        for (int r = 0; r < 16; ++r) {
-          const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), t * 16 + r) + lane * 16;
-          const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
-          if constexpr (FP8) {
-            copy16<FIRST>(to + r * kDim, reinterpret_cast<const uint8_t*>(row), bytes);
-          } else {
+          for (int r = 0; r < 16; ++r) {
+            const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), t * 16 + r) + lane * 16;
+            const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c)
               copy16<FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes,
                             reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
           }
+          copies_arrive(full(entry & 1));
+          arrive(full(entry & 1));
         }
-        copies_arrive(full_barrier);
-        arrive(full_barrier);
         if (t == two) index = look_up();
       }
     }
-    if constexpr (FP8) announce(kEnd, 0), barrier_arrive(raw_full(quarter)), arrive(raw_full(quarter));
+    if constexpr (FP8) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
   }
 
   // 64 heads of q as they are, BF16; E4M3 is widened.
@@ -192,7 +274,18 @@ struct Block : Thread {
   __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
     const int row0 = warp % 4 * 16, to = slot * kTileBytes;
     const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
-    if (!p.q_is_fp8) {
+    if (FP8 && call.is_mapped) {
+      if (lane == 0) {
+        fence_async();  // what was read there before, and how
+        barrier_expect(q_full(), 16 * kDim * 2);
+#pragma unroll
+        for (int c = 0; c < kDim / 64; ++c)
+          copy_q<FIRST>(base + to + c * kBlockBytes + row0 * 128, call.q_map, c * 64, item.head0 + row0,
+                        static_cast<int>(item.token), q_full());
+      }
+      __syncwarp();
+      barrier_arrive(q_full());
+    } else if (!p.q_is_fp8) {
 #pragma unroll 4
       for (int r = row0; r < row0 + 16; ++r) {
         const bool is = item.head0 + r < p.heads;
@@ -231,21 +324,36 @@ struct Block : Thread {
       uint32_t q[16][4];  // first half of the dimensions
       float scale[2] = {bmm1, bmm1};
       barrier_wait(q_full(), odd);
-      const auto read_q = [&](int half) {
-#pragma unroll
-        for (int step = 0; step < 16; ++step)
-          ldmatrix(q[step], base + (entry & 1) * kTileBytes + (half * 4 + step / 4) * kBlockBytes +
-                                swizzled(lane_row, step % 4 * 2 + (lane >> 4)));
+      const auto read_q = [&](uint32_t (&to)[4], int step) {
+        ldmatrix(to, base + (entry & 1) * kTileBytes + step / 4 * kBlockBytes +
+                         swizzled(lane_row, step % 4 * 2 + (lane >> 4)));
       };
+#pragma unroll
+      for (int step = 0; step < 16; ++step) read_q(q[step], step);
       float inverse[2];
+      const auto to_half = [&](uint32_t (&x)[4]) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float2 y = unpack_bf16(x[k]);
+          x[k] = pack_half(y.x * inverse[k % 2], y.y * inverse[k % 2]);
+        }
+      };
       if constexpr (FP8) {
         // The power that q is divided by goes back in with the scale.
         uint32_t largest[2] = {};
+        const auto look_at = [&](const uint32_t (&x)[4]) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          read_q(half);
+          for (int k = 0; k < 4; ++k) largest[k % 2] = __vmaxu2(largest[k % 2], x[k] & 0x7FFF7FFF);
+        };
 #pragma unroll
-          for (int k = 0; k < 64; ++k) largest[k % 2] = __vmaxu2(largest[k % 2], q[k / 4][k % 4] & 0x7FFF7FFF);
+        for (int step = 0; step < 16; ++step) look_at(q[step]);
+#pragma unroll 1
+        for (int step = 16; step < 32; step += 4) {
+          uint32_t x[4][4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) read_q(x[j], step + j);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) look_at(x[j]);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -256,27 +364,30 @@ struct Block : Thread {
           scale[h] *= power.x, inverse[h] = power.y;
         }
       }
+      // The second half of the dimensions goes where there is room for it, four steps at a time.
+#pragma unroll 1
+      for (int step = 16; step < 32; step += 4) {
+        uint32_t x[4][4];
 #pragma unroll
-      for (int half = 1; half >= 0; --half) {
-        read_q(half);
-        if constexpr (FP8)
+        for (int j = 0; j < 4; ++j) read_q(x[j], step + j);
 #pragma unroll
-          for (int k = 0; k < 64; ++k) {
-            const float2 x = unpack_bf16(q[k / 4][k % 4]);
-            q[k / 4][k % 4] = pack_half(x.x * inverse[k % 2], x.y * inverse[k % 2]);
-          }
-        if (half == 1)
-#pragma unroll
-          for (int step = 0; step < 16; ++step)
-            stmatrix(base + L::kSecondQ + step / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)),
-                     q[step][0], q[step][1], q[step][2], q[step][3]);
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (FP8) to_half(x[j]);
+          stmatrix(base + L::kSecondQ + (step - 16) / 4 * kBlockBytes + swizzled(lane_row, j * 2 + (lane >> 4)),
+                   x[j][0], x[j][1], x[j][2], x[j][3]);
+        }
       }
       barrier_arrive(q_read());
       ++entry;
+      if constexpr (FP8)
+#pragma unroll
+        for (int step = 0; step < 16; ++step) to_half(q[step]);
       fence_async();
       sync_threads(3, 128);
       const uint64_t second_q = descriptor(base + L::kSecondQ - kTileBytes / 2);
       float sum[2] = {}, maximum[2] = {kNoMaximum, kNoMaximum};
+      int weights_row = lane_row;  // addresses of weights are found from here on: nothing of them is kept across q
+      asm volatile("" : "+r"(weights_row));
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         float s[32];
         const int slot = entry & 1;
@@ -334,7 +445,7 @@ struct Block : Thread {
             else
               high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
           }
-          const uint32_t there_to = to + swizzled(lane_row, n * 2 + (lane >> 4));
+          const uint32_t there_to = to + swizzled(weights_row, n * 2 + (lane >> 4));
           stmatrix(there_to, high[0], high[1], high[2], high[3]);
           if constexpr (!FP8) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
         }
@@ -424,6 +535,7 @@ struct Block : Thread {
     uint32_t tile = 0, odd = 0, entry = 0;
     Fill fill(warp, lane);
     take_and_put(fill), take_and_put(fill);
+    bool started = false;  // with the item: the entry after its first tile is there
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const int tiles = tiles_of(i);
       if (tiles == 0) {
@@ -435,8 +547,7 @@ struct Block : Thread {
       }
       // Outputs so far, and the maximum they are relative to.
       float o[128] = {}, relative[2] = {kNoMaximum, kNoMaximum};
-      barrier_wait(q_read(), odd);
-      take_and_put(fill);
+      if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
@@ -477,6 +588,12 @@ struct Block : Thread {
       const uint32_t stage = L::kStage + warp * 2048;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
+        if (FP8 && c == 2) {
+          // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
+          started = fill.kind != kEnd;
+          if (started) barrier_wait(q_read(), odd), take_and_put(fill);
+        }
+        if (FP8 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // none, if not mapped
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -488,6 +605,17 @@ struct Block : Thread {
           }
           stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[0], packed[1], packed[2], packed[3]);
         }
+        if (FP8 && call.is_mapped) {
+          fence_async();
+          __syncwarp();
+          if (lane == 0)
+            asm volatile(
+                "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+                "cp.async.bulk.commit_group;" ::"l"(&call.out_map), "r"(half * (kDim / 2) + c * 64), "r"(head0),
+                "r"(static_cast<int>(token)), "r"(base + stage)
+                : "memory");
+          continue;
+        }
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < 16; r += 4) {
@@ -498,17 +626,22 @@ struct Block : Thread {
         }
       }
     }
+    // Shared memory stays until it has been read.
+    if (FP8 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   }
 };
 
 // A kernel for either way of reading rows: with both in one, registers are spilled.
 template <bool FP8, bool FIRST>
-__global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const __grid_constant__ Call p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Block<FP8> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}};
-  if (threadIdx.x == 0) block.init();
+  const Block<FP8> block{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}, p};
+  if (threadIdx.x == 0) {
+    block.init();
+    if (FP8 && p.is_mapped) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.q_map) : "memory");
+  }
   wait_for_previous();
   __syncthreads();
   if (warp >= 12) {
@@ -526,7 +659,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 
 template <bool FP8, bool FIRST>
 cudaError_t launch(const SparseMla& call, int sms, cudaStream_t stream) {
-  const Params p(call, kHeads, 1);
+  const Call p(call);
   return launch_kernel<sparse_mla_m64_kernel<FP8, FIRST>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1,
                                                           stream);
 }
