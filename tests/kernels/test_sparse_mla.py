@@ -139,8 +139,10 @@ def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
 # Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
 # block, keys shared or not, blocks with one token and with several.
 BATCHES = [
-    (5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (270, 20), (270, 16), (300, 33),
+    (5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (160, 100), (270, 20), (270, 16),
+    (300, 33),
 ]  # fmt: skip
+REPEATED = [(3, 16), (16, 64), (100, 32), (140, 64), (160, 100), (270, 16)]  # very often
 
 
 @pytest.mark.gpu
@@ -279,16 +281,30 @@ def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype)
     assert relative_error(case.run("triton"), case.expected()) < TOLERANCE
 
 
-def test_strided_query_and_out(device, provider):
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize(
+    "tokens, heads", [(3, 8), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
+)
+def test_strided_query_and_out(device, provider, tokens, heads, kv_dtype):
     """Heads sliced out of a padded buffer, as vLLM hands them over."""
-    case = Case(device, tokens=3, heads=8, seed=10)
-    padded = torch.full((3, 1, 64, 512), float("nan"), dtype=BF16, device=device)
-    padded[:, 0, :8] = case.query
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, seed=10)
+    padded = torch.full((tokens, 1, heads + 56, 512), float("nan"), dtype=BF16, device=device)
+    padded[:, 0, :heads] = case.query
     out = torch.full_like(padded, 7.0)
     case.run(provider)  # the contiguous path must not be what is compared
-    case.run(provider, query=padded[:, :, :8], out=out[:, :, :8])
-    assert relative_error(out[:, 0, :8], case.expected()) < TOLERANCE
-    assert torch.all(out[:, 0, 8:] == 7.0)
+    case.run(provider, query=padded[:, :, :heads], out=out[:, :, :heads])
+    assert relative_error(out[:, 0, :heads], case.expected()) < TOLERANCE
+    assert torch.all(out[:, 0, heads:] == 7.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_one_query_for_all_tokens(device, fast_provider, kv_dtype):
+    """Strides of 0, which a tensor copy cannot have."""
+    case = Case(device, tokens=140, heads=64, kv_dtype=kv_dtype, seed=14)
+    case.query.copy_(case.query[:1, :1].expand_as(case.query).clone())
+    out = case.run(fast_provider, query=case.query[:1, :1].expand_as(case.query)[:, None])
+    assert relative_error(out, case.expected()) < TOLERANCE
 
 
 def test_window_only_layer(device, provider):
@@ -309,7 +325,7 @@ def test_same_bits_every_time(device, fast_provider, tokens, heads, kv_dtype):
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=128 + 256, seed=13)
     first = case.run(fast_provider).clone()
     differs = torch.zeros((), dtype=torch.bool, device=device)
-    many = device.type == "cuda" and (tokens, heads) in [(3, 16), (16, 64), (100, 32), (140, 64), (270, 16)]
+    many = device.type == "cuda" and (tokens, heads) in REPEATED
     for _ in range(10_000 if many else 3):
         differs |= (case.run(fast_provider) != first).any()
     assert not differs
