@@ -260,11 +260,40 @@ def test_scales_as_tensors(device, provider, kv_dtype):
     assert relative_error(out, case.expected()) < TOLERANCE
 
 
-@pytest.mark.parametrize("magnitude", [1e-6, 1e6])
-def test_queries_outside_the_range_of_fp16(device, provider, magnitude):
-    case = Case(device, tokens=3, heads=8, kv_dtype=E4M3, scale=0.1 / magnitude, seed=9)
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens, heads, kv_dtype):
+    """Without sinks, and with scales as tensors."""
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, kv_scale=0.25, width=128 + 130, seed=15)
+    few = torch.tensor([0, -3, 0, 1, 64, 65, 128])
+    case.visible = few[torch.randint(0, len(few), (tokens,), generator=case.gen)].int()
+    case.topk_lens[::2] = 128
+    case.indices = case.table(12 * 64, 12 * 64)
+    scales = [torch.tensor([x], dtype=torch.float32, device=device) for x in (case.bmm1, case.bmm2)]
+    out = case.run(fast_provider, sinks=False, bmm1_scale=scales[0], bmm2_scale=scales[1])
+    assert relative_error(out, case.expected(sinks=False)) < TOLERANCE
+    assert not out[case.visible <= 0].any()
+
+
+@pytest.mark.parametrize("tokens, heads", [(3, 8), pytest.param(140, 64, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-6, 1e6, 1e36])
+def test_queries_outside_the_range_of_fp16(device, provider, magnitude, tokens, heads):
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, scale=0.1 / magnitude, seed=9)
     case.query = (case.query.float() * magnitude).to(BF16)
     assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, heads", BATCHES)
+def test_a_head_that_is_not_a_number(device, fast_provider, tokens, heads):
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, seed=16)
+    want = case.run(fast_provider).clone()
+    case.query[1, 2, 300] = float("nan")
+    out = case.run(fast_provider)
+    assert out[1, 2].isnan().all()
+    out[1, 2] = want[1, 2]
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
