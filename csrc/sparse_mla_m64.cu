@@ -145,6 +145,45 @@ __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int di
   }
 }
 
+// Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were
+// they the same in all lanes, the compiler would wait for them at once.
+struct Lengths {
+  int mine;
+
+  __device__ __forceinline__ Lengths(const Params& p, int i, int lane)
+      : mine((lane & 1 ? p.topk_lens : p.visible)[min(i, p.items - 1) >> p.head_blocks - 1]) {}
+};
+
+// 64 heads of a token. There are 128 heads at most, so head_blocks is 1 or 2, and nothing need be divided.
+struct Item {
+  int64_t token;
+  int head0, window, keys, tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int i, const Lengths& lengths) {
+    token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
+    const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
+    window = max(0, min(visible, kWindow));
+    keys = window + (visible > 0 ? max(0, min(topk, p.width) - kWindow) : 0);
+    tiles = (keys + kTile - 1) / kTile;
+  }
+};
+
+// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
+// One after another, since with all products first registers are spilled.
+__device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm volatile(
+      "{.reg .b32 l, h; mul.rn.bf16x2 h, %1, %2; shl.b32 l, h, 16; and.b32 h, h, 0xFFFF0000;\n"
+      "cvt.rn.f16x2.f32 %0, h, l;}" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
+
 // An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
 enum Kind { kEnd, kQ, kKeys };
 
@@ -178,8 +217,6 @@ struct Block : Thread {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  __device__ __forceinline__ int tiles_of(int i) const { return Item(p, i, kHeads, Lengths(p, i)).tiles; }
-
   // ---------------------------------------------------------------- rows, and q, on their way
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
   // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
@@ -201,15 +238,15 @@ struct Block : Thread {
     // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
     int i = blockIdx.x, key0 = -2 * kTile;
-    Item item(p, i, kHeads, Lengths(p, i));
-    Lengths next_lengths(p, i + gridDim.x);
+    Item item(p, i, Lengths(p, i, lane));
+    Lengths next_lengths(p, i + gridDim.x, lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
       while (key0 >= item.keys) {
         i += gridDim.x;
         if (i >= p.items) return -2;
-        item = Item(p, i, kHeads, next_lengths), key0 = 0;
-        next_lengths = Lengths(p, i + gridDim.x);
+        item = Item(p, i, next_lengths), key0 = 0;
+        next_lengths = Lengths(p, i + gridDim.x, lane);
       }
       const int key = key0 + my_key, column = key < item.window ? key : kWindow + key - item.window;
       return key < item.keys ? max(p.indices[item.token * p.indices_stride + column], -1) : -1;
@@ -317,10 +354,15 @@ struct Block : Thread {
     const int g = lane / 4, t = lane % 4, row = warp % 4 * 16 + g;
     const int lane_row = warp % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
     const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
+    Lengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = tiles_of(i);
-      if (tiles == 0) continue;
+      const int tiles = Item(p, i, lengths).tiles;
+      if (tiles == 0) {
+        lengths = Lengths(p, i + gridDim.x, lane);
+        continue;
+      }
       uint32_t q[16][4];  // first half of the dimensions
       float scale[2] = {bmm1, bmm1};
       barrier_wait(q_full(), odd);
@@ -330,62 +372,68 @@ struct Block : Thread {
       };
 #pragma unroll
       for (int step = 0; step < 16; ++step) read_q(q[step], step);
-      float inverse[2];
+      // Of the second half a quarter waits in registers that scores will need; the rest, for which there are none, is
+      // read again.
+      constexpr int kKept = FP8 ? 4 : 0;
+      uint32_t kept[kKept + 1][4], inverse[2];
       const auto to_half = [&](uint32_t (&x)[4]) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float2 y = unpack_bf16(x[k]);
-          x[k] = pack_half(y.x * inverse[k % 2], y.y * inverse[k % 2]);
-        }
+        for (int k = 0; k < 4; ++k) x[k] = scaled_to_half(x[k], inverse[k % 2]);
       };
       if constexpr (FP8) {
         // The power that q is divided by goes back in with the scale.
         uint32_t largest[2] = {};
         const auto look_at = [&](const uint32_t (&x)[4]) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) largest[k % 2] = __vmaxu2(largest[k % 2], x[k] & 0x7FFF7FFF);
+          for (int k = 0; k < 4; ++k) largest[k % 2] = larger_magnitudes(largest[k % 2], x[k]);
         };
 #pragma unroll
+        for (int step = 0; step < kKept; ++step) read_q(kept[step], 32 - kKept + step);
+#pragma unroll
         for (int step = 0; step < 16; ++step) look_at(q[step]);
-#pragma unroll 1
-        for (int step = 16; step < 32; step += 4) {
-          uint32_t x[4][4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) read_q(x[j], step + j);
+        for (int step = 0; step < kKept; ++step) look_at(kept[step]);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) look_at(x[j]);
+        for (int step = 16; step < 32 - kKept; step += 2) {
+          uint32_t x[2][4];
+          read_q(x[0], step), read_q(x[1], step + 1);
+          look_at(x[0]), look_at(x[1]);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          largest[h] &= 0x7FFF7FFF;
           largest[h] = max(largest[h] & 0xFFFF, largest[h] >> 16);
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
           const float2 power = power_below(largest[h]);
-          scale[h] *= power.x, inverse[h] = power.y;
+          scale[h] *= power.x, inverse[h] = __float_as_uint(power.y) >> 16 | __float_as_uint(power.y);
         }
       }
-      // The second half of the dimensions goes where there is room for it, four steps at a time.
+      // The second half of the dimensions goes where there is room for it.
+      const auto write_q = [&](uint32_t (&x)[4], int step) {
+        if constexpr (FP8) to_half(x);
+        stmatrix(base + L::kSecondQ + (step - 16) / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)),
+                 x[0], x[1], x[2], x[3]);
+      };
 #pragma unroll 1
-      for (int step = 16; step < 32; step += 4) {
+      for (int step = 16; step < 32 - kKept; step += 4) {
         uint32_t x[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) read_q(x[j], step + j);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (FP8) to_half(x[j]);
-          stmatrix(base + L::kSecondQ + (step - 16) / 4 * kBlockBytes + swizzled(lane_row, j * 2 + (lane >> 4)),
-                   x[j][0], x[j][1], x[j][2], x[j][3]);
-        }
+        for (int j = 0; j < 4; ++j) write_q(x[j], step + j);
       }
       barrier_arrive(q_read());
       ++entry;
+#pragma unroll
+      for (int step = 0; step < kKept; ++step) write_q(kept[step], 32 - kKept + step);
       if constexpr (FP8)
 #pragma unroll
         for (int step = 0; step < 16; ++step) to_half(q[step]);
       fence_async();
       sync_threads(3, 128);
       const uint64_t second_q = descriptor(base + L::kSecondQ - kTileBytes / 2);
-      float sum[2] = {}, maximum[2] = {kNoMaximum, kNoMaximum};
+      float sum[2] = {}, maximum[2] = {kNoMaximum, kNoMaximum}, sink[2];
       int weights_row = lane_row;  // addresses of weights are found from here on: nothing of them is kept across q
       asm volatile("" : "+r"(weights_row));
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
@@ -395,7 +443,15 @@ struct Block : Thread {
         phases ^= 1 << slot;
         if constexpr (!FP8) fence_async();  // the rows came by copies that wgmma does not see by itself
         const uint64_t k = descriptor(base + slot * kTileBytes);
-        const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + entry % 4 * 8);
+        if (left == 1) {
+          // What the end of the item and the next one need is asked for before the last scores.
+          lengths = Lengths(p, i + gridDim.x, lane);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int head = (i & p.head_blocks - 1) * kHeads + row + h * 8;
+            sink[h] = p.sinks && head < p.heads ? p.sinks[head] : -INFINITY;
+          }
+        }
         products_begin();
         score_product<FP8, false>(s, q[0], k);
 #pragma unroll
@@ -407,6 +463,7 @@ struct Block : Thread {
             score_product<FP8>(s, second_q + at_step, k + at_step);
         }
         products_commit();
+        const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + entry % 4 * 8);
         products_wait<0>();
 
 #pragma unroll
@@ -454,11 +511,9 @@ struct Block : Thread {
           for (int h = 0; h < 2; ++h) {
             sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
             sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            const int head = i % p.head_blocks * kHeads + row + h * 8;
-            const float sink = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
-            const float shift = fmaxf(maximum[h], sink), weight = exp2_fast(maximum[h] - shift);
-            const float total = sum[h] * weight + exp2_fast(sink - shift);
-            const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+            const float at = sink[h] * kLog2e;
+            const float shift = fmaxf(maximum[h], at), weight = exp2_fast(maximum[h] - shift);
+            const float total = sum[h] * weight + exp2_fast(at - shift);
             if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? bmm2 * weight / total : 0.f;
           }
         }
@@ -470,33 +525,34 @@ struct Block : Thread {
   }
 
   // ---------------------------------------------------------------- outputs, 256 dimensions
-  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() gets a quarter
-  // of this warpgroup's dimensions into registers; put() stores it, widened, once that quarter of the slot is free.
+  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() loads a quarter
+  // of this warpgroup's dimensions, also of an entry that is no rows, so that nothing waits for loads before put(),
+  // which stores them, widened, once that quarter of the slot is free.
+  // A lane has 16 values of a row, and of the row 8 further, whose swizzle is the same; 8 of them are a store. Lanes 4
+  // apart, and 8 apart, begin with different ones, so that a warp's stores, and loads, go to different banks.
   struct Fill {
-    int swap;      // neighbours write to different banks
-    uint32_t to;   // in a quarter of a slot
+    uint32_t from[2], to[2];  // where rows wait, and in the entry's slot
     uint32_t entry = 0;
     int kind = kEnd;
-    uint4 rows[2];
+    uint2 rows[4];
 
     __device__ __forceinline__ Fill(int warp, int lane) {
-      swap = lane >> 2 & 1;
-      to = warp / 4 * (kTileBytes / 2) + lane % 16 / 4 * kBlockBytes +
-           swizzled(warp % 4 * 4 + lane / 16, lane % 4 * 2 + swap);
-      asm volatile("" : "+r"(swap), "+r"(to));  // kept, since it takes long to find out again
+      const int row = warp % 4 * 2 + lane / 16, part = lane % 16, begin = (lane >> 2 ^ lane >> 3) & 1;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        from[j] = L::kRaw + row * kDim + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
+        to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
+        asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
+      }
     }
   };
   __device__ __forceinline__ void take(Fill& fill, int quarter) const {
     if constexpr (FP8) {
       barrier_wait(raw_full(quarter), fill.entry & 1);
       if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
-      if (fill.kind != kKeys) return;
-      const uint8_t* const from =
-          smem + L::kRaw + (warp % 4 * 4 + lane / 16) * kDim + warp / 4 * (kDim / 2) + lane % 16 * 16;
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        fill.rows[r] = *reinterpret_cast<const uint4*>(from + (quarter * 16 + r * 2) * kDim);
-      barrier_arrive(raw_empty(quarter));
+      for (int k = 0; k < 4; ++k)
+        fill.rows[k] = *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * kDim);
     }
   }
   __device__ __forceinline__ void put(Fill& fill, int quarter) const {
@@ -505,23 +561,18 @@ struct Block : Thread {
       barrier_arrive(empty(slot, quarter));
       if (quarter == 3) ++fill.entry;
     } else {
+      if (fill.kind == kEnd) return;
       if (fill.kind == kKeys) {
-        uint8_t* const to = smem + slot * kTileBytes + quarter * 16 * 128;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint4 x = fill.rows[r];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const uint32_t a = fill.swap == j ? x.x : x.z, b = fill.swap == j ? x.y : x.w;
-            *reinterpret_cast<uint4*>(to + (fill.to ^ j << 4 ^ r << 5) + r * 256) =
-                make_uint4(e4m3_low(a), e4m3_high(a), e4m3_low(b), e4m3_high(b));
-          }
+        for (int k = 0; k < 4; ++k) {
+          const uint2 x = fill.rows[k];
+          *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
+              make_uint4(e4m3_low(x.x), e4m3_high(x.x), e4m3_low(x.y), e4m3_high(x.y));
         }
         if (quarter == 3) fence_async(), barrier_arrive(full(slot));
-      } else if (fill.kind == kQ) {
-        barrier_arrive(raw_empty(quarter));  // q may come
       }
-      if (quarter == 3 && fill.kind != kEnd) ++fill.entry;
+      barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
+      if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
     }
   }
   __device__ __forceinline__ void take_and_put(Fill& fill) const {
@@ -536,17 +587,19 @@ struct Block : Thread {
     Fill fill(warp, lane);
     take_and_put(fill), take_and_put(fill);
     bool started = false;  // with the item: the entry after its first tile is there
+    Lengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = tiles_of(i);
+      const int tiles = Item(p, i, lengths).tiles;
       if (tiles == 0) {
-        const Item item(p, i, kHeads, Lengths(p, i));
+        const Item item(p, i, lengths);
         for (int head = warp; head < min(kHeads, p.heads - item.head0); head += 8)
           for (int k = 0; k < 2; ++k)
             reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
+        lengths = Lengths(p, i + gridDim.x, lane);
         continue;
       }
       // Outputs so far, and the maximum they are relative to.
-      float o[128] = {}, relative[2] = {kNoMaximum, kNoMaximum};
+      float o[128] = {}, relative[2];
       if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
@@ -554,12 +607,12 @@ struct Block : Thread {
         barrier_wait(ready(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
-        if (float factor[2]; __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) factor[h] = exp2_fast(relative[h] - now[h]), relative[h] = now[h];
+        if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
+          const float factor[2] = {exp2_fast(relative[0] - now[0]), exp2_fast(relative[1] - now[1])};
 #pragma unroll
           for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
+        relative[0] = now[0], relative[1] = now[1];
         const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
         const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
         // Rows are widened while products of the next ones run.
@@ -583,28 +636,41 @@ struct Block : Thread {
       const float* const factors = floats(L::kFactor) + odd * kHeads + row;
       const float factor[2] = {factors[0], factors[8]};
       odd ^= 1;
-      const int64_t token = i / p.head_blocks;
-      const int head0 = i % p.head_blocks * kHeads + warp % 4 * 16;
+      const int64_t token = i >> p.head_blocks - 1;
+      const int head0 = (i & p.head_blocks - 1) * kHeads + warp % 4 * 16;
       const uint32_t stage = L::kStage + warp * 2048;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (FP8 && c == 2) {
           // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
           started = fill.kind != kEnd;
-          if (started) barrier_wait(q_read(), odd), take_and_put(fill);
-        }
-        if (FP8 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // none, if not mapped
-        __syncwarp();
+          if (started) {
+            barrier_wait(q_read(), odd);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          uint32_t packed[4];
+            for (int quarter = 0; quarter < 2; ++quarter) take(fill, quarter), put(fill, quarter);
+          }
+        }
+        if (FP8 && c == 3 && started)
+#pragma unroll
+          for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+        uint32_t packed[4][4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int j = c * 32 + n * 8 + 2 * k;
-            packed[k] = pack_bf16(o[j] * factor[k % 2], o[j + 1] * factor[k % 2]);
+            packed[n][k] = pack_bf16(o[j] * factor[k % 2], o[j + 1] * factor[k % 2]);
           }
-          stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[0], packed[1], packed[2], packed[3]);
+        if (FP8) {
+          hold(packed);  // before the wait
+          if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // none, if not mapped
         }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[n][0], packed[n][1], packed[n][2],
+                   packed[n][3]);
+        if (c == 1) lengths = Lengths(p, i + gridDim.x, lane);  // long before they are needed, where registers are free
         if (FP8 && call.is_mapped) {
           fence_async();
           __syncwarp();
