@@ -19,8 +19,10 @@ CACHE_DTYPES = {
 HEADS = {"DeepSeek-V4-Flash": 64, "DeepSeek-V4-Pro": 128}
 MAX_CONTEXT = 1 << 20
 GPUS = 8  # in one machine
+HEADS_A_GPU = 128
 # Names of products have their parts between hyphens, as in NVIDIA-H100-80GB-HBM3.
 HOPPER, BLACKWELL = (re.compile(rf"(^|-)G?{names}(-|$)") for names in ("H(20|100|200|800)", "B(200|300)"))
+NAME = r"[a-z0-9]+([._-]+[a-z0-9]+)*"  # of a registry, or a part of a repository
 EXAMPLE = "registry.example.com/"
 KEYS = ("IMAGE", "RELEASE", "MODEL", "GPU", "TENSOR_PARALLEL_SIZE", "ATTENTION_BACKEND", "KV_CACHE_DTYPE",
         "MAX_MODEL_LEN")  # fmt: skip
@@ -85,7 +87,7 @@ def check(root: Path, settings: dict[str, str], variant: str = "") -> None:
     for key in settings:
         if key not in KEYS:
             raise Wrong(f"{key} is no setting; the settings are {', '.join(KEYS)}.")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._/-]*(:\d+/[a-z0-9._/-]+)?", settings["IMAGE"]):
+    if not re.fullmatch(rf"{NAME}(:\d+(?=/))?(/{NAME})*", settings["IMAGE"]):
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}; write a repository without a tag, which is RELEASE.")
     if settings["IMAGE"].startswith(EXAMPLE):
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}, an example; write where the image of docker/build.sh is.")
@@ -105,6 +107,9 @@ def check(root: Path, settings: dict[str, str], variant: str = "") -> None:
         divisors = [str(number) for number in range(1, GPUS + 1) if count % number == 0]
         raise Wrong(f"TENSOR_PARALLEL_SIZE is {parallel}, which does not divide the {count} attention heads of "
                     f"{settings['MODEL']}; write one of {', '.join(divisors)}.")
+    if count // parallel > HEADS_A_GPU:
+        raise Wrong(f"TENSOR_PARALLEL_SIZE is {parallel}, which gives a GPU {count // parallel} attention heads "
+                    f"of {settings['MODEL']}; write a larger one, for at most {HEADS_A_GPU}.")
     _number(settings, "MAX_MODEL_LEN", MAX_CONTEXT)
 
 

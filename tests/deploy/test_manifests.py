@@ -226,6 +226,8 @@ def test_variants_lack_an_image_only(name, tmp_path):
         ('"0.22.1"', '"0.22.9"', "RELEASE is '0.22.9'; write one of "),
         ("deepseek-ai/DeepSeek-V4-Flash", "/models/mine", "whose number of attention heads is unknown; write"),
         ('overlay"', 'overlay:latest"', "write a repository without a tag"),
+        ('overlay"', 'overlay/"', "write a repository without a tag"),
+        ("registry.mine.org/", "registry.mine.org//", "write a repository without a tag"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
         ("NVIDIA-H200", "NVIDIA H200", "GPU is 'NVIDIA H200'; write the label"),
         ("NVIDIA-H200", "NVIDIA-A100-SXM4-80GB", "-80GB', which the overlay does not serve; write a Hopper or"),
@@ -260,6 +262,9 @@ def test_other_settings(variant, tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 12}')
     done = variant("deepseek-ai/DeepSeek-V4-Flash", str(tmp_path))
     assert "does not divide the 12 attention heads" in done.stderr
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 1040}')
+    done = variant("deepseek-ai/DeepSeek-V4-Flash", str(tmp_path))
+    assert "gives a GPU 130 attention heads" in done.stderr
 
 
 def test_the_check_knows_what_the_overlay_accepts():
@@ -269,3 +274,5 @@ def test_the_check_knows_what_the_overlay_accepts():
     assert list(manifests.CACHE_DTYPES[manifests.FULL_CACHE]) == list(yaml.safe_load(table))
     for backend in manifests.CACHE_DTYPES:
         assert f"AttentionBackendEnum.{backend}\n" in source
+    kernels = ROOT / "overlay/common/vllm/third_party/dsv4_kernels/interface.py"
+    assert f"\nMAX_HEADS = {manifests.HEADS_A_GPU}\n" in kernels.read_text()
