@@ -1,4 +1,4 @@
-// What the two wgmma kernels share: instructions by name, operands in shared memory, how work is divided.
+// What the kernels share: items, barriers, wgmma and its operands in shared memory, q in fp16.
 #pragma once
 
 #include "sm90_ptx.cuh"
@@ -118,24 +118,6 @@ struct Lengths {
   __device__ __forceinline__ Lengths(const Params& p, int i) {
     const int token = min(i, p.items - 1) / (p.splits * p.head_blocks);
     visible = p.visible[token], topk = p.topk_lens[token];
-  }
-};
-
-// What a block works on: some heads of a token and a share of its keys.
-struct Item {
-  int64_t token;
-  int head0, window, first, keys, tiles;
-
-  __device__ __forceinline__ Item(const Params& p, int i, int heads, const Lengths& lengths) {
-    token = i / (p.splits * p.head_blocks);
-    head0 = i / p.splits % p.head_blocks * heads;
-    window = max(0, min(lengths.visible, kWindow));
-    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
-    const int all = window + picked;
-    const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
-    first = min(i % p.splits * share, all);
-    keys = min(share, all - first);
-    tiles = (keys + kTile - 1) / kTile;
   }
 };
 

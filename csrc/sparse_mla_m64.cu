@@ -99,7 +99,7 @@ struct Layout {
 // layout in shared memory is that of an operand. Heads that do not exist come as zeros, and are not written.
 struct Call : Params {
   CUtensorMap q_map, out_map;
-  bool is_mapped;  // else threads copy: other rows, E4M3 q, or strides that such a tensor cannot have
+  bool is_mapped;  // else threads copy both: other rows, E4M3 q, or strides that such a tensor cannot have
 
   explicit Call(const SparseMla& call) : Params(call, kHeads, 1), q_map{}, out_map{}, is_mapped(false) {
     if (call.q_is_fp8 || !call.rows_are_fp8) return;
@@ -113,7 +113,8 @@ struct Call : Params {
       return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     const auto map = [&](CUtensorMap& to, const void* at, int64_t token_stride, int64_t head_stride) {
-      if (head_stride < kDim || token_stride < kDim) return false;  // overlapping: not said to be possible
+      // Each dimension holds the one before, padded: others are not said to be possible.
+      if (head_stride < kDim || token_stride % head_stride || token_stride / head_stride < call.heads) return false;
       const cuuint64_t sizes[] = {kDim, static_cast<cuuint64_t>(call.heads), static_cast<cuuint64_t>(call.tokens)};
       const cuuint64_t strides[] = {static_cast<cuuint64_t>(head_stride) * 2,
                                     static_cast<cuuint64_t>(token_stride) * 2};
@@ -147,10 +148,10 @@ __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int di
 
 // Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were
 // they the same in all lanes, the compiler would wait for them at once.
-struct Lengths {
+struct LaneLengths {
   int mine;
 
-  __device__ __forceinline__ Lengths(const Params& p, int i, int lane)
+  __device__ __forceinline__ LaneLengths(const Params& p, int i, int lane)
       : mine((lane & 1 ? p.topk_lens : p.visible)[min(i, p.items - 1) >> p.head_blocks - 1]) {}
 };
 
@@ -159,7 +160,7 @@ struct Item {
   int64_t token;
   int head0, window, keys, tiles;
 
-  __device__ __forceinline__ Item(const Params& p, int i, const Lengths& lengths) {
+  __device__ __forceinline__ Item(const Params& p, int i, const LaneLengths& lengths) {
     token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
     const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
     window = max(0, min(visible, kWindow));
@@ -238,15 +239,15 @@ struct Block : Thread {
     // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
     int i = blockIdx.x, key0 = -2 * kTile;
-    Item item(p, i, Lengths(p, i, lane));
-    Lengths next_lengths(p, i + gridDim.x, lane);
+    Item item(p, i, LaneLengths(p, i, lane));
+    LaneLengths next_lengths(p, i + gridDim.x, lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
       while (key0 >= item.keys) {
         i += gridDim.x;
         if (i >= p.items) return -2;
         item = Item(p, i, next_lengths), key0 = 0;
-        next_lengths = Lengths(p, i + gridDim.x, lane);
+        next_lengths = LaneLengths(p, i + gridDim.x, lane);
       }
       const int key = key0 + my_key, column = key < item.window ? key : kWindow + key - item.window;
       return key < item.keys ? max(p.indices[item.token * p.indices_stride + column], -1) : -1;
@@ -356,11 +357,11 @@ struct Block : Thread {
     const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
     const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
-    Lengths lengths(p, blockIdx.x, lane);
+    LaneLengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const int tiles = Item(p, i, lengths).tiles;
       if (tiles == 0) {
-        lengths = Lengths(p, i + gridDim.x, lane);
+        lengths = LaneLengths(p, i + gridDim.x, lane);
         continue;
       }
       uint32_t q[16][4];  // first half of the dimensions
@@ -445,7 +446,7 @@ struct Block : Thread {
         const uint64_t k = descriptor(base + slot * kTileBytes);
         if (left == 1) {
           // What the end of the item and the next one need is asked for before the last scores.
-          lengths = Lengths(p, i + gridDim.x, lane);
+          lengths = LaneLengths(p, i + gridDim.x, lane);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int head = (i & p.head_blocks - 1) * kHeads + row + h * 8;
@@ -587,7 +588,7 @@ struct Block : Thread {
     Fill fill(warp, lane);
     take_and_put(fill), take_and_put(fill);
     bool started = false;  // with the item: the entry after its first tile is there
-    Lengths lengths(p, blockIdx.x, lane);
+    LaneLengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
       const int tiles = Item(p, i, lengths).tiles;
       if (tiles == 0) {
@@ -595,7 +596,7 @@ struct Block : Thread {
         for (int head = warp; head < min(kHeads, p.heads - item.head0); head += 8)
           for (int k = 0; k < 2; ++k)
             reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
-        lengths = Lengths(p, i + gridDim.x, lane);
+        lengths = LaneLengths(p, i + gridDim.x, lane);
         continue;
       }
       // Outputs so far, and the maximum they are relative to.
@@ -670,7 +671,7 @@ struct Block : Thread {
         for (int n = 0; n < 4; ++n)
           stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[n][0], packed[n][1], packed[n][2],
                    packed[n][3]);
-        if (c == 1) lengths = Lengths(p, i + gridDim.x, lane);  // long before they are needed, where registers are free
+        if (c == 1) lengths = LaneLengths(p, i + gridDim.x, lane);  // long before its use, where registers are free
         if (FP8 && call.is_mapped) {
           fence_async();
           __syncwarp();

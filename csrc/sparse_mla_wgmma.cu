@@ -21,6 +21,24 @@ constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
 // Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
 inline constexpr float kMargin = 4.f;
 
+// What a block works on: some heads of a token and a share of its keys.
+struct Item {
+  int64_t token;
+  int head0, window, first, keys, tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int i, int heads, const Lengths& lengths) {
+    token = i / (p.splits * p.head_blocks);
+    head0 = i / p.splits % p.head_blocks * heads;
+    window = max(0, min(lengths.visible, kWindow));
+    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
+    const int all = window + picked;
+    const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
+    first = min(i % p.splits * share, all);
+    keys = min(share, all - first);
+    tiles = (keys + kTile - 1) / kTile;
+  }
+};
+
 #define DSV4_WGMMA(n, registers, outputs, a0, a1, a2, a3, b, add)                                         \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                              \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" registers "}, {" a0 "," a1 "," a2 \

@@ -243,6 +243,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   call.bmm1 = static_cast<float>(bmm1);
   call.bmm2 = static_cast<float>(bmm2);
   require(q.size(0) < int64_t{1} << 24, "q has too many tokens: ", q.size(0), ".");
+  require(1 <= q.size(1) && q.size(1) <= kMaxHeads, "q must have 1 to 128 heads, got ", q.size(1), ".");
   call.tokens = static_cast<int32_t>(q.size(0));
   call.heads = static_cast<int32_t>(q.size(1));
   call.width = static_cast<int32_t>(indices.size(1));

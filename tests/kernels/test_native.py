@@ -326,6 +326,7 @@ ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 pool, heads = rows(4, 64, 512), rows(2, 8, 512)
 good = [heads, pool, pool, ints(2, 192), ints(2), ints(2), heads, *none, 1.0, 1.0]
 for place, bad, message in (
+    (0, rows(2, 129, 512), "q must have 1 to 128 heads, got 129."),
     (0, rows(2, 8, 513)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
     (1, rows(4 * 64 * 512 + 1)[1:].view(4, 64, 512), "the SWA pool must have rows that start at multiples of 16"),
     (2, rows(4, 64, 516)[..., :512], "the compressed pool must have rows"),
