@@ -20,18 +20,21 @@ constexpr float kSlack = 15.f;
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+// Of copies whose source leaves the L2 cache first.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
 // Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read leaves the L2 cache
 // first.
 template <bool FIRST>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
-  if constexpr (FIRST) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  if constexpr (FIRST)
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(bytes), "l"(policy) : "memory");
-  } else {
+                 "r"(bytes), "l"(evict_first()) : "memory");
+  else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  }
 }
 // Where a row of a pool is, by its index.
 __device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {

@@ -67,16 +67,13 @@ constexpr int kTileBytes = kDim / 64 * kBlockBytes;
 // A row of E4M3, by one instruction; its bytes are counted by the barrier.
 template <bool FIRST>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {
-  if constexpr (FIRST) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  if constexpr (FIRST)
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to), "l"(from), "n"(kDim), "r"(barrier), "l"(policy) : "memory");
-  } else {
+            "r"(to), "l"(from), "n"(kDim), "r"(barrier), "l"(evict_first()) : "memory");
+  else
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "n"(kDim), "r"(barrier) : "memory");
-  }
 }
 
 template <bool FP8>
@@ -132,18 +129,15 @@ struct Call : Params {
 template <bool FIRST>
 __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int dim, int head, int token,
                                        uint32_t barrier) {
-  if constexpr (FIRST) {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  if constexpr (FIRST)
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-        "{%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier), "l"(policy)
-        : "memory");
-  } else {
+        "{%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier),
+        "l"(evict_first()) : "memory");
+  else
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
         "[%5];" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier) : "memory");
-  }
 }
 
 // Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were

@@ -73,6 +73,10 @@ int64_t cache_block_stride(const Tensor& cache, int64_t block_size, bool fp8) {
   return cache.stride(0);
 }
 
+void require_heads(int64_t heads) {
+  require(1 <= heads && heads <= kMaxHeads, "q must have 1 to 128 heads, got ", heads, ".");
+}
+
 // What launches: the caller's device is made current, whatever another copy of the runtime thinks is.
 class OnDevice {
  public:
@@ -113,7 +117,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   require(q.dim() == 3 && q.size(2) == kHeadDim && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
           "q must be [N, H, 512] bf16, got ", shape(q), ".");
   const int64_t num_tokens = q.size(0), num_heads = q.size(1);
-  require(1 <= num_heads && num_heads <= kMaxHeads, "q must have 1 to 128 heads, got ", num_heads, ".");
+  require_heads(num_heads);
   require(num_tokens < (int64_t{1} << 31) / (num_heads + 1), "q has too many tokens: ", num_tokens, ".");
   require(kv.dim() == 2 && kv.size(1) == kHeadDim && kv.stride(1) == 1 && kv.scalar_type() == ScalarType::BFloat16,
           "kv must be [M, 512] bf16, got ", shape(kv), ".");
@@ -243,7 +247,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   call.bmm1 = static_cast<float>(bmm1);
   call.bmm2 = static_cast<float>(bmm2);
   require(q.size(0) < int64_t{1} << 24, "q has too many tokens: ", q.size(0), ".");
-  require(1 <= q.size(1) && q.size(1) <= kMaxHeads, "q must have 1 to 128 heads, got ", q.size(1), ".");
+  require_heads(q.size(1));
   call.tokens = static_cast<int32_t>(q.size(0));
   call.heads = static_cast<int32_t>(q.size(1));
   call.width = static_cast<int32_t>(indices.size(1));

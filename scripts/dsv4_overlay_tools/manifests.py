@@ -91,9 +91,9 @@ def check(root: Path, settings: dict[str, str], variant: str = "") -> None:
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}; write a repository without a tag, which is RELEASE.")
     if settings["IMAGE"].startswith(EXAMPLE):
         raise Wrong(f"IMAGE is {settings['IMAGE']!r}, an example; write where the image of docker/build.sh is.")
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", settings["GPU"]):
-        raise Wrong(f"GPU is {settings['GPU']!r}; write the label nvidia.com/gpu.product of the nodes.")
     gpu = settings["GPU"]
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", gpu):
+        raise Wrong(f"GPU is {gpu!r}; write the label nvidia.com/gpu.product of the nodes.")
     if not HOPPER.search(gpu) and not BLACKWELL.search(gpu):
         raise Wrong(f"GPU is {gpu!r}, which the overlay does not serve; write a Hopper or Blackwell one.")
     if variant and BLACKWELL.search(gpu) and "runAsUser, value: 0}" not in variant:

@@ -106,6 +106,10 @@ class Case:
             self.bmm1, self.bmm2, self.sinks if sinks else None,
         )  # fmt: skip
 
+    def scales_as_tensors(self):
+        scales = {"bmm1_scale": self.bmm1, "bmm2_scale": self.bmm2}
+        return {name: torch.tensor([x], dtype=torch.float32, device=self.device) for name, x in scales.items()}
+
     def run(self, provider, *, layout="HND", sinks=True, query=None, out=None, seq_lens=None, **more):
         head_axis = 1 if layout == "HND" else 2
         query = self.query[:, None] if query is None else query
@@ -142,6 +146,7 @@ BATCHES = [
     (5, 40), (16, 64), (40, 32), (90, 8), (100, 32), (140, 64), (140, 128), (160, 100), (270, 20), (270, 16),
     (300, 33),
 ]  # fmt: skip
+ON_GPU = [pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES]
 REPEATED = [(3, 16), (16, 64), (100, 32), (140, 64), (160, 100), (270, 16)]  # very often
 
 
@@ -255,15 +260,12 @@ def test_ragged_queries(device, provider):
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_scales_as_tensors(device, provider, kv_dtype):
     case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, kv_scale=0.25, seed=8)
-    one = lambda x: torch.tensor([x], dtype=torch.float32, device=device)  # noqa: E731
-    out = case.run(provider, bmm1_scale=one(case.bmm1), bmm2_scale=one(case.bmm2))
+    out = case.run(provider, **case.scales_as_tensors())
     assert relative_error(out, case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-@pytest.mark.parametrize(
-    "tokens, heads", [(20, 8), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in [*BATCHES, (1200, 64)])]
-)
+@pytest.mark.parametrize("tokens, heads", [(20, 8), *ON_GPU, pytest.param(1200, 64, marks=pytest.mark.gpu)])
 def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens, heads, kv_dtype):
     """In a block, tokens with no, one and several tiles follow each other. No sinks, scales as tensors."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, kv_scale=0.25, width=128 + 132, seed=15)
@@ -271,8 +273,7 @@ def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens
     case.visible = few[torch.randint(0, len(few), (tokens,), generator=case.gen)].int()
     case.topk_lens[::2] = 128
     case.indices = case.table(12 * 64, 12 * 64)
-    scales = [torch.tensor([x], dtype=torch.float32, device=device) for x in (case.bmm1, case.bmm2)]
-    out = case.run(fast_provider, sinks=False, bmm1_scale=scales[0], bmm2_scale=scales[1])
+    out = case.run(fast_provider, sinks=False, **case.scales_as_tensors())
     assert relative_error(out, case.expected(sinks=False)) < TOLERANCE
     assert not out[case.visible <= 0].any()
 
@@ -314,9 +315,7 @@ def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-@pytest.mark.parametrize(
-    "tokens, heads", [(3, 8), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
-)
+@pytest.mark.parametrize("tokens, heads", [(3, 8), *ON_GPU])
 def test_strided_query_and_out(device, provider, tokens, heads, kv_dtype):
     """Heads sliced out of a padded buffer, as vLLM hands them over."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, seed=10)
@@ -334,8 +333,8 @@ def test_strided_query_and_out(device, provider, tokens, heads, kv_dtype):
 def test_one_query_for_all_tokens(device, fast_provider, kv_dtype):
     """Strides of 0, which a tensor copy cannot have."""
     case = Case(device, tokens=140, heads=64, kv_dtype=kv_dtype, seed=14)
-    case.query.copy_(case.query[:1, :1].expand_as(case.query).clone())
-    out = case.run(fast_provider, query=case.query[:1, :1].expand_as(case.query)[:, None])
+    case.query = case.query[:1, :1].expand_as(case.query)
+    out = case.run(fast_provider)
     assert relative_error(out, case.expected()) < TOLERANCE
 
 
@@ -349,9 +348,7 @@ def test_window_only_layer(device, provider):
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-@pytest.mark.parametrize(
-    "tokens, heads", [(3, 16), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in BATCHES)]
-)
+@pytest.mark.parametrize("tokens, heads", [(3, 16), *ON_GPU])
 def test_same_bits_every_time(device, fast_provider, tokens, heads, kv_dtype):
     """Few tokens share keys between thread blocks, many do not."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=128 + 256, seed=13)
