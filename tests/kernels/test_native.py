@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels import insert, native
+from dsv4_kernels import insert, interface, native
 from test_insert import BAD_ARGUMENTS, OPERATORS, Case
 
 REPO = Path(__file__).parents[2]
@@ -216,17 +216,49 @@ def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, mo
     monkeypatch.setattr(native, "_registered", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    native.load.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    native.load_for.cache_clear()
     try:
         with caplog.at_level(logging.INFO, native.logger.name):
             assert not native.load() and not native.load()
     finally:
-        native.load.cache_clear()
+        native.load_for.cache_clear()
     (record,) = caplog.records
     assert record.levelname == level and words in record.getMessage()
     assert "Triton serves" in record.getMessage() and str(path) in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch, caplog):
+    """A library for Hopper, beside a GPU of another kind: what runs where, and no operator without its code."""
+    path = tmp_path / "libdsv4_kernels.so"
+    path.write_bytes(library(FITS))
+    kinds = {"cuda:0": (8, 9), "cuda:1": (9, 0), "cuda:2": (10, 0)}
+    loaded, kept = [], []
+    monkeypatch.setattr(native, "LIBRARY", path)
+    monkeypatch.setattr(native, "_registered", lambda: bool(loaded))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(insert, "keep_triton", lambda: kept.append("insert"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability",
+        lambda device: kinds[f"cuda:{device}" if isinstance(device, int) else str(device)],
+    )  # fmt: skip
+    caches = native.load_for, interface._pick_provider
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        assert [native.load(torch.device(gpu)) for gpu in kinds] == [False, True, True]
+        assert [interface.pick_provider(gpu)[0] for gpu in kinds] == ["triton", "sm90", "triton"]
+        assert interface.pick_provider("cuda")[0] == "sm90"  # the current one
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert loaded == [str(path)] and kept == ["insert"]
+    assert "this GPU is sm_89" in caplog.text
 
 
 def test_the_library_at_hand_is_of_these_sources():

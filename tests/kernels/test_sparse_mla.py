@@ -1,15 +1,15 @@
 """Every provider of `sparse_mla` against a float64 loop over the definition.
 
-Tolerance: the output is BF16, whose rounding alone is a relative error of up to 2^-9 an element and about
-2^-9 / sqrt(3) = 1.1e-3 in the root mean square. The bound on the relative error of a whole output is 2e-3:
-the rounding plus room for the softmax weights, which a provider may round to 2^-12 (fp16).
+Tolerance: the output is BF16, and rounding the exact output to it is a relative error of 1.66e-3 in the root mean
+square. The bound is on what a provider adds to that, `excess_error`: softmax weights in fp16 add 2e-4, in BF16, as
+FlashMLA has them, 1.3e-3.
 """
 
 import pytest
 import torch
 from dsv4_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
 
-TOLERANCE = 2e-3
+TOLERANCE = 5e-4
 # FlashInfer's wants more of its arguments and has tests of its own, tests/glue/test_flashinfer.py.
 OURS = [name for name in PROVIDERS if name != "flashinfer"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -39,7 +39,7 @@ def exact(query, swa, compressed, indices, topk_lens, visible, bmm1, bmm2, sinks
         if seen <= 0:
             continue
         window, picked = indices[token, : min(seen, 128)], indices[token, 128:length]
-        keys = torch.cat([rows_of(swa, window[window >= 0]), rows_of(compressed, picked[picked >= 0])])
+        keys = torch.cat([rows_of(swa, window), rows_of(compressed, picked)])
         scores = bmm1 * (query[token].double() @ keys.T)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
@@ -49,13 +49,20 @@ def exact(query, swa, compressed, indices, topk_lens, visible, bmm1, bmm2, sinks
 
 
 def rows_of(pool, flat):
-    page = pool.shape[1]
+    pages, page = pool.shape[:2]
+    flat = flat[(flat >= 0) & (flat < pages * page)]
     raw = pool.view(torch.uint8)[flat // page, flat % page]  # torch does not pick rows of E4M3
     return raw.view(pool.dtype).double()
 
 
 def relative_error(out, expected):
     return float((out.cpu().double() - expected).norm() / expected.norm())
+
+
+def excess_error(out, expected):
+    """Relative error without the part that rounding to BF16 makes; the two are independent, so squares add up."""
+    rounding = relative_error(expected.to(BF16), expected)
+    return max(relative_error(out, expected) ** 2 - rounding**2, 0.0) ** 0.5
 
 
 class Case:
@@ -137,7 +144,7 @@ class Case:
 @pytest.mark.parametrize("heads", [1, 3, 8, 16, 32, 64, 128])
 def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=3, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, seed=heads)
-    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 # Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
@@ -156,7 +163,7 @@ REPEATED = [(3, 16), (16, 64), (100, 32), (140, 64), (160, 100), (270, 16)]  # v
 def test_batches(device, fast_provider, tokens, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=tokens)
     case.visible[1], case.visible[-1] = 0, -3
-    assert relative_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -166,7 +173,7 @@ def test_outputs_larger_than_half_the_l2_cache(device, fast_provider, tokens, he
     """The sm90 provider reads rows in another way then; in all other tests outputs are smaller."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=17)
     assert tokens * heads * 1024 > torch.cuda.get_device_properties(device).L2_cache_size / 2
-    assert relative_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -176,7 +183,7 @@ def test_outputs_larger_than_half_the_l2_cache(device, fast_provider, tokens, he
 def test_flat_and_steep_softmax(device, fast_provider, tokens, heads, scale, kv_dtype):
     """Scores that hardly differ, and scores hundreds apart, whose maximum rises again and again."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, scale=scale, seed=heads)
-    assert relative_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -190,7 +197,26 @@ def test_missing_rows(device, provider, kv_dtype, tokens=7, heads=8):
     case.indices[2, :128] = -1
     case.indices[3, :] = -1
     case.indices[4, 256:512] = -1
-    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("tokens, heads", [(7, 8), *ON_GPU])
+def test_rows_outside_the_pool(device, provider, kv_dtype, tokens, heads):
+    """They are missing, in each pool by its own size: the next page there is NaN, and far away is no memory."""
+    case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, page=4, pages=16, width=640, seed=22)
+    case.swa, case.compressed = case.swa[:-1], case.compressed[:-1]
+    case.visible[:5], case.topk_lens[:5] = 300, 640
+    swa_rows, rows = 16 * 64, 16 * 4
+    case.indices = case.table(swa_rows, rows)
+    garbage = [swa_rows, swa_rows + 63, 2**31 - 1, -(2**31), 2**30]
+    case.indices[0, [0, 8, 77, 100, 127]] = torch.tensor(garbage, dtype=torch.int32, device=device)
+    garbage = [rows, rows + 3, swa_rows - 1, 2**31 - 1, -(2**31)]  # the third is a row of the other pool
+    case.indices[1, [128, 136, 205, 500, 639]] = torch.tensor(garbage, dtype=torch.int32, device=device)
+    case.indices[2, :64] = swa_rows
+    case.indices[3, :] = 2**31 - 1
+    case.indices[4, 256:512] = rows
+    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -206,7 +232,7 @@ def test_missing_rows_in_batches(device, fast_provider, tokens, heads, kv_dtype)
 def test_pages_strides_and_layouts(device, provider, kv_dtype, layout, padded):
     """Page sizes that differ between the pools, as in C128A layers, and padded pages."""
     case = Case(device, tokens=5, heads=8, kv_dtype=kv_dtype, page=2, pages=40, padded=padded, seed=7)
-    assert relative_error(case.run(provider, layout=layout), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider, layout=layout), case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -214,7 +240,7 @@ def test_sinks(device, provider, sinks):
     """A sink of +5 takes most of the weight, so forgetting it (or adding it once a split) shows."""
     case = Case(device, tokens=4, heads=4, seed=11)
     case.sinks += 5.0
-    assert relative_error(case.run(provider, sinks=sinks), case.expected(sinks)) < TOLERANCE
+    assert excess_error(case.run(provider, sinks=sinks), case.expected(sinks)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -223,7 +249,7 @@ def test_minimum_and_maximum_lengths(device, provider, kv_dtype):
         case = Case(device, tokens=2, heads=8, kv_dtype=kv_dtype, seed=visible)
         case.visible[:], case.topk_lens[:] = visible, 128 + compressed
         case.indices = case.table(12 * 64, 12 * 64)
-        assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+        assert excess_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 def test_padding_tokens_are_zero(device, provider):
@@ -232,7 +258,7 @@ def test_padding_tokens_are_zero(device, provider):
     case.visible[1::2] = torch.tensor([0, -5, 0], dtype=torch.int32)
     out = case.run(provider)
     assert torch.equal(out[1::2], torch.zeros_like(out[1::2]))
-    assert relative_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < TOLERANCE
 
 
 def test_dense_queries_of_several_tokens(device, provider):
@@ -242,7 +268,7 @@ def test_dense_queries_of_several_tokens(device, provider):
     case.visible = torch.tensor([69, 70, 999, 1000, 1, 2], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(provider, query=case.query.view(3, 2, 8, 512), seq_lens=seq_lens)
-    assert relative_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < TOLERANCE
 
 
 def test_ragged_queries(device, provider):
@@ -253,7 +279,7 @@ def test_ragged_queries(device, provider):
     case.visible = torch.tensor([300, 1, 2, 3, 4, 127, 128, 0, 0], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(provider, query=case.query, seq_lens=seq_lens, cum_seq_lens_q=cum, max_q_len=4)
-    assert relative_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < TOLERANCE
     assert not out[7:].any()
 
 
@@ -261,7 +287,7 @@ def test_ragged_queries(device, provider):
 def test_scales_as_tensors(device, provider, kv_dtype):
     case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, kv_scale=0.25, seed=8)
     out = case.run(provider, **case.scales_as_tensors())
-    assert relative_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -274,7 +300,7 @@ def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens
     case.topk_lens[::2] = 128
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(fast_provider, sinks=False, **case.scales_as_tensors())
-    assert relative_error(out, case.expected(sinks=False)) < TOLERANCE
+    assert excess_error(out, case.expected(sinks=False)) < TOLERANCE
     assert not out[case.visible <= 0].any()
 
 
@@ -283,7 +309,7 @@ def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens
 def test_queries_outside_the_range_of_fp16(device, provider, magnitude, tokens, heads):
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, scale=0.1 / magnitude, seed=9)
     case.query = (case.query.float() * magnitude).to(BF16)
-    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -311,7 +337,7 @@ def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype)
     case.visible[0], case.topk_lens[0] = 1, 128
     case.visible[1] = 0
     case.indices = case.table(12 * 64, 12 * 64)
-    assert relative_error(case.run("triton"), case.expected()) < TOLERANCE
+    assert excess_error(case.run("triton"), case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -324,7 +350,7 @@ def test_strided_query_and_out(device, provider, tokens, heads, kv_dtype):
     out = torch.full_like(padded, 7.0)
     case.run(provider)  # the contiguous path must not be what is compared
     case.run(provider, query=padded[:, :, :heads], out=out[:, :, :heads])
-    assert relative_error(out[:, 0, :heads], case.expected()) < TOLERANCE
+    assert excess_error(out[:, 0, :heads], case.expected()) < TOLERANCE
     assert torch.all(out[:, 0, heads:] == 7.0)
 
 
@@ -335,7 +361,7 @@ def test_one_query_for_all_tokens(device, fast_provider, kv_dtype):
     case = Case(device, tokens=140, heads=64, kv_dtype=kv_dtype, seed=14)
     case.query = case.query[:1, :1].expand_as(case.query)
     out = case.run(fast_provider)
-    assert relative_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < TOLERANCE
 
 
 def test_window_only_layer(device, provider):
@@ -344,7 +370,7 @@ def test_window_only_layer(device, provider):
         case.query[:, None], case.swa[:, None], None, case.indices, None, case.topk_lens.to(device),
         case.visible.to(device), bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
     )  # fmt: skip
-    assert relative_error(out[:, 0], case.expected()) < TOLERANCE
+    assert excess_error(out[:, 0], case.expected()) < TOLERANCE
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -470,7 +496,7 @@ def test_pools_of_more_than_2_31_elements(device, provider, tokens, heads, kv_dt
         setattr(case, name, large)
         shifted = case.indices[:, columns]
         case.indices[:, columns] = torch.where(shifted >= 0, shifted + (pages - 13) * 64, -1)
-    assert relative_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -489,7 +515,7 @@ def test_heads_more_than_2_31_elements_apart(device, provider, tokens, heads, kv
     )
     query[:, 0] = case.query
     out.fill_(float("nan"))
-    assert relative_error(case.run(provider, query=query, out=out), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider, query=query, out=out), case.expected()) < TOLERANCE
 
 
 @pytest.mark.gpu
@@ -518,4 +544,4 @@ def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, toke
             mine.copy_(new)
         out.fill_(float("nan"))
         graph.replay()
-        assert relative_error(out[:, 0], other.expected()) < TOLERANCE
+        assert excess_error(out[:, 0], other.expected()) < TOLERANCE
