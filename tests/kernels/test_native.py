@@ -357,6 +357,7 @@ rows = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 pool, heads = rows(4, 64, 512), rows(2, 8, 512)
 good = [heads, pool, pool, ints(2, 192), ints(2), ints(2), heads, *none, 1.0, 1.0]
+e4m3, elsewhere = torch.float8_e4m3fn, lambda x: x.to("meta")
 for place, bad, message in (
     (0, rows(2, 129, 512), "q must have 1 to 128 heads, got 129."),
     (0, rows(2, 8, 513)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
@@ -365,6 +366,40 @@ for place, bad, message in (
     (6, rows(2, 8, 516)[..., :512], "q and out must have heads"),
     (8, torch.ones(2), "bmm1_scale must be"),
     (9, torch.ones(1).bfloat16(), "bmm2_scale must be"),
+    (0, rows(2, 512), "q must be [tokens, heads, 512]"),
+    (0, rows(2, 8, 256), "q must be [tokens, heads, 512]"),
+    (0, heads.float(), "q must be [tokens, heads, 512] bf16 or float8_e4m3fn"),
+    (0, rows(2, 512, 8).mT, "q must be [tokens, heads, 512]"),
+    (0, heads.to(e4m3), "a float8_e4m3fn q needs float8_e4m3fn pools"),
+    (1, rows(256, 512), "the SWA pool must be [pages, page, 512]"),
+    (1, rows(4, 64, 256), "the SWA pool must be [pages, page, 512]"),
+    (1, rows(4, 0, 512), "the SWA pool must be [pages, page, 512]"),
+    (1, pool.half(), "the SWA pool must be [pages, page, 512] bf16 or float8_e4m3fn"),
+    (1, rows(1, 1, 512).expand(2**25, 64, 512), "the SWA pool has 2^31 rows or more"),
+    (2, pool.to(e4m3), "the compressed pool must be"),
+    (2, rows(4, 512, 64).mT, "the compressed pool must be"),
+    (3, ints(3, 192), "indices must be [2, 128 or more"),
+    (3, ints(2, 64), "indices must be [2, 128 or more"),
+    (3, ints(2, 130), "indices must be [2, 128 or more, a multiple of 4]"),
+    (3, ints(2, 192).long(), "indices must be [2, 128 or more, a multiple of 4] int32"),
+    (3, ints(192, 2).T, "indices must be [2, 128 or more"),
+    (4, ints(3), "topk_lens must be [2] int32"),
+    (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
+    (5, ints(2).long(), "visible must be [2] int32"),
+    (6, rows(2, 7, 512), "out must be [2, 8, 512] bf16"),
+    (6, heads.float(), "out must be [2, 8, 512] bf16"),
+    (7, torch.zeros(7), "sinks must be [8] fp32"),
+    (7, torch.zeros(8).bfloat16(), "sinks must be [8] fp32"),
+    (7, torch.zeros(16)[::2], "sinks must be [8] fp32, contiguous"),
+    (1, elsewhere(pool), "swa must be on the device of q"),
+    (2, elsewhere(pool), "compressed must be on the device of q"),
+    (3, elsewhere(ints(2, 192)), "indices must be on the device of q"),
+    (4, elsewhere(ints(2)), "topk_lens must be on the device of q"),
+    (5, elsewhere(ints(2)), "visible must be on the device of q"),
+    (6, elsewhere(heads), "out must be on the device of q"),
+    (7, elsewhere(torch.zeros(8)), "sinks must be on the device of q"),
+    (8, elsewhere(torch.ones(1)), "bmm1_scale must be on the device of q"),
+    (9, elsewhere(torch.ones(1)), "bmm2_scale must be on the device of q"),
     (0, good[0], "must be on a CUDA GPU"),
 ):
     try:
@@ -384,6 +419,31 @@ def test_bad_arguments_are_refused_without_a_gpu_too(built):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{len(BAD_ARGUMENTS)} refused\n"
+
+
+KEEP = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import conftest, torch
+torch.ops.load_library(sys.argv[1])
+from dsv4_kernels import insert
+from test_insert import OPERATORS, Case, native_kernel
+insert.keep_triton()
+for operator in OPERATORS:
+    case = Case(operator, torch.device("cpu"))
+    native_kernel(operator)(*case.args())  # the library's refuses a tensor on the CPU
+    assert (case.storage != 0x5A).any()
+print("kept")
+"""
+
+
+@pytest.mark.slow
+def test_triton_keeps_the_operators_where_a_gpu_has_no_code(built):
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP, str(built), str(Path(__file__).parent)], capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.stdout == "kept\n", done.stderr
 
 
 @pytest.mark.slow
