@@ -15,7 +15,8 @@ Shapes, with N tokens, H in 1..128 heads and S <= N slots:
   [B, cache_block_size * 512], or with one singleton head dimension. Blocks may lie any distance
   apart. BF16, or E4M3 as float8_e4m3fn or as uint8.
 - `slot_mapping` [S] int32 or int64, in units of cache rows: block * cache_block_size + row. A slot
-  outside the cache, be it negative or too large, writes nothing. Tokens from S on are padding: their Q is processed, their KV is not.
+  outside the cache, be it negative or too large, writes nothing. Tokens from S on are padding:
+  their Q is processed, their KV is not.
 - `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`.
 - `cos_sin_cache` [max_position, 64] fp32 or bf16: 32 cosines, then 32 sines.
 - `fp8_scale` one fp32: what a stored E4M3 value is multiplied with to give the KV back.
