@@ -460,6 +460,44 @@ def test_says_how_it_was_built(built):
     }
 
 
+HASH = """
+import hashlib, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import conftest, torch
+from dsv4_kernels import native
+native.LIBRARY = Path(sys.argv[1])
+from test_sparse_mla import BATCHES, BF16, E4M3, Case
+for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
+    for q_dtype, kv_dtype in ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3)):
+        dtypes = dict(q_dtype=q_dtype, kv_dtype=kv_dtype)
+        case = Case(torch.device("cuda"), tokens=tokens, heads=heads, width=640, **dtypes)
+        out = case.run("sm90").cpu()
+        assert out.isfinite().all() and out.any()
+        print(tokens, heads, q_dtype, kv_dtype, hashlib.sha256(out.view(torch.uint8).numpy()).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_waiting_for_all_products_changes_no_bit(built, tmp_path):
+    """DSV4_STRICT_WAIT: all warps wait for all `wgmma` that read operands before any is stored over."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    assert any(b"ifdef DSV4_STRICT_WAIT" in path.read_bytes() for path in CSRC.iterdir())
+    strict = tmp_path / "libdsv4_kernels.so"
+    done = build(strict, DSV4_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home(), NVCC_APPEND_FLAGS="-DDSV4_STRICT_WAIT")
+    assert done.returncode == 0, done.stderr
+
+    def bits(path):
+        program = [sys.executable, "-c", HASH, str(path), str(Path(__file__).parent)]
+        done = subprocess.run(program, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert bits(strict) == bits(built)
+
+
 @pytest.mark.slow
 def test_depends_on_nothing_that_differs_between_machines(built):
     if not shutil.which("readelf"):
