@@ -210,8 +210,6 @@ dsv4::Pool pool(const char* name, const Tensor& x, bool fp8) {
   require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
               x.scalar_type() == (fp8 ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16),
           name, " must be [pages, page, 512] bf16 or float8_e4m3fn, as the other is, got ", shape(x), ".");
-  require(x.size(0) <= std::numeric_limits<int32_t>::max() / x.size(1), name, " has 2^31 rows or more: ", shape(x),
-          ".");
   const int64_t bytes = fp8 ? 1 : 2, page = x.stride(0) * bytes, row = x.stride(1) * bytes;
   require(page % 16 == 0 && row % 16 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, name,
           " must have rows that start at multiples of 16 bytes.");

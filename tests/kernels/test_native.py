@@ -375,7 +375,6 @@ for place, bad, message in (
     (1, rows(4, 64, 256), "the SWA pool must be [pages, page, 512]"),
     (1, rows(4, 0, 512), "the SWA pool must be [pages, page, 512]"),
     (1, pool.half(), "the SWA pool must be [pages, page, 512] bf16 or float8_e4m3fn"),
-    (1, rows(1, 1, 512).expand(2**25, 64, 512), "the SWA pool has 2^31 rows or more"),
     (2, pool.to(e4m3), "the compressed pool must be"),
     (2, rows(4, 512, 64).mT, "the compressed pool must be"),
     (3, ints(3, 192), "indices must be [2, 128 or more"),
