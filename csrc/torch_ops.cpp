@@ -184,6 +184,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.num_tokens = static_cast<uint32_t>(num_tokens);
   call.num_heads = static_cast<uint32_t>(num_heads);
   call.num_slots = static_cast<uint32_t>(num_slots);
+  call.num_rows = static_cast<uint32_t>(k_cache.size(0) * cache_block_size);
 
   on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_insert(call, stream); });
 }
