@@ -69,13 +69,40 @@ struct RowLayout : Rows<FORMAT> {
   }
 };
 
-// A power of two that no scale of a row exceeds, as its logarithm and its inverse: weights are multiplied by it, and
-// scales divided, so that products with fp16 weights stay in range. Within 2^100, where float32 holds sums of either.
+// The scales of a row, from shared memory, where the rows' lie one after another.
+template <Scales SCALES>
+struct RowScales {
+  RowScales() = default;
+  __device__ __forceinline__ RowScales(const uint8_t*, int) {}
+  __device__ __forceinline__ float of_group(int) const { return 1.f; }
+};
+template <>
+struct RowScales<Scales::kUe8m0> {
+  uint2 raw;
+  RowScales() = default;
+  __device__ __forceinline__ RowScales(const uint8_t* scales, int row)
+      : raw(*reinterpret_cast<const uint2*>(scales + row * 8)) {}
+  // An exponent, as float32 has it; 2^-127, which that has not, is 0.
+  __device__ __forceinline__ float of_group(int i) const {
+    return __uint_as_float(__byte_perm(i < 4 ? raw.x : raw.y, 0, 0x0444 + i % 4 * 0x1000) >> 1);
+  }
+};
+template <>
+struct RowScales<Scales::kFloat> {
+  float4 raw;
+  RowScales() = default;
+  __device__ __forceinline__ RowScales(const uint8_t* scales, int row)
+      : raw(*reinterpret_cast<const float4*>(scales + row * 16)) {}
+  __device__ __forceinline__ float of_group(int i) const { return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w; }
+};
+
+// A power of two above the scales of a row, as its logarithm and its inverse: weights are multiplied by it, and scales
+// divided, so that products with fp16 weights stay in range. Within 2^100, where float32 holds sums of either.
 struct RowPower {
   float log2, inverse;
 };
-__device__ __forceinline__ RowPower row_power(int biased_exponent) {
-  const int e = min(max(biased_exponent, 127 - 100), 127 + 100);
+__device__ __forceinline__ RowPower row_power(float largest_scale) {
+  const int e = min(max((__float_as_int(largest_scale) >> 23) + 1, 127 - 100), 127 + 100);
   return {static_cast<float>(e - 127), __int_as_float((254 - e) << 23)};
 }
 

@@ -108,6 +108,14 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
   }
 }
 
+// A launch's parameters are in no cache yet, and each line of them that is first read later would be waited for then.
+template <typename Params>
+__device__ __forceinline__ void touch(const Params& p) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Params)); i += 64)
+    asm volatile("" ::"r"(*reinterpret_cast<const int*>(reinterpret_cast<const char*>(&p) + i)));
+}
+
 // Launched while the kernel before may still run: reads nothing of memory before wait_for_previous(), and lets the next
 // one begin in its turn.
 __device__ __forceinline__ void wait_for_previous() {

@@ -56,6 +56,12 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kDimsWarp = kDim / WARPS;
   static constexpr int kRun = WARPS == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
   static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
+  static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
+  // Of the 168 that 384 threads begin with.
+  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && WARPS == 4 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
+  static_assert(kProducerThreads * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= kThreads * 168,
+                "or else the warps that take registers wait for ever");
   static_assert(kKeys / kProducerWarps <= 32, "a lane looks up one row");
 
   // A row is cut into chunks of 16 bytes, and chunk c of row r lies at c ^ swizzle(r). Eight lanes that read one phase
@@ -76,7 +82,7 @@ struct Shape : RowLayout<FORMAT> {
 template <typename S>
 struct Weights {
   uint4 term[S::kTerms][S::kKeys / 16][32];
-  uint4 wide[S::kIsScaled && S::kHasWideValues ? 2 : 1][S::kIsScaled && S::kHasWideValues ? S::kKeys / 16 : 1][32];
+  uint4 wide[S::kHasBoth ? S::kKeys / 16 : 1][32];  // BF16, for wide values beside narrow ones
   __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
   RowPower power[S::kIsScaled ? S::kKeys : 1];
 };
@@ -143,7 +149,12 @@ struct Lengths {
   __device__ __forceinline__ Lengths(const Params& p, int item) {
     const int at = divided(min(item, p.items - 1) / (p.splits * p.head_blocks), p.tokens_per_length);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) of[s] = p.sources[s].lengths ? p.sources[s].lengths[at] : INT_MAX;
+    for (int s = 0; s < 2; ++s) {
+      // Without a branch, so that both are asked for at once; the first source has an index in any call with keys.
+      const int32_t* const lengths = p.sources[s].lengths;
+      const int length = lengths ? lengths[at] : 0;
+      of[s] = lengths ? length : INT_MAX;
+    }
   }
 };
 
@@ -172,8 +183,11 @@ struct Keys {
   }
   __device__ __forceinline__ int index(const Params& p, int key) const {
     if (key >= keys) return -1;
-    const KeySource& from = source(p, key);
-    return from.indices[token * from.indices_stride + first + key - (first + key < of_first ? 0 : of_first)];
+    // Field by field: constants at an address that is not known wait for each other.
+    const bool is_first = first + key < of_first;
+    const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
+    const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
+    return indices[token * stride + first + key - (is_first ? 0 : of_first)];
   }
 };
 
@@ -247,6 +261,7 @@ struct Consumer {
   static constexpr int kDimBlocks = S::kDimsWarp / 8;                             // of outputs
   static constexpr int kRounds = (S::kPieces + WARPS - 1) / WARPS;                // of pieces of q
   static constexpr bool kNarrowQ = S::kNarrow > 0;                                // q is scaled, and fp16
+  using KeyScales = RowScales<S::kScales>;
 
   const Params& p;
   SharedStorage<S>& shared;
@@ -393,74 +408,70 @@ struct Consumer {
   __device__ __forceinline__ void prepare_scales(int stage, Weights<S>& weights) const {
     if constexpr (S::kIsScaled) {
       const int key = warp * kKeysWarp + lane % kKeysWarp;
-      const float bias = shared.bias[stage][key];
-      float of[S::kGroups];
-      const int biased = read_scales(of, stage, key);
-      const RowPower power = row_power(biased);
+      const KeyScales scales(shared.scales[stage], key);
+      float most = 0.f;
+#pragma unroll
+      for (int of = 0; of < S::kGroups; ++of) most = fmaxf(most, fabsf(scales.of_group(of)));
+      const RowPower power = row_power(most);
       if (lane < kKeysWarp) {
 #pragma unroll
-        for (int group = 0; group < S::kGroups; ++group)
-          weights.ratio[group][key] = __float2half_rn(of[group] * power.inverse);
-        weights.power[key] = {power.log2 + bias, power.inverse};
+        for (int of = 0; of < S::kGroups; ++of)
+          weights.ratio[of][key] = __float2half_rn(scales.of_group(of) * power.inverse);
+        weights.power[key] = {power.log2 + shared.bias[stage][key], power.inverse};
       }
       __syncwarp();
     }
-  }
-  // A row's scales, and the exponent of a power of two that is none smaller than them.
-  __device__ __forceinline__ int read_scales(float (&of)[S::kGroups ? S::kGroups : 1], int stage, int key) const {
-    const uint8_t* const at = shared.scales[stage] + key * S::kScaleBytes;
-    if constexpr (S::kScales == Scales::kUe8m0) {
-      const uint2 raw = *reinterpret_cast<const uint2*>(at);
-      int most = 0;
-#pragma unroll
-      for (int group = 0; group < S::kGroups; ++group) {
-        const int exponent = (group < 4 ? raw.x : raw.y) >> group % 4 * 8 & 0xFF;
-        of[group] = __int_as_float(exponent << 23), most = max(most, exponent);
-      }
-      return most;
-    } else if constexpr (S::kScales == Scales::kFloat) {
-      const float4 raw = *reinterpret_cast<const float4*>(at);
-      of[0] = raw.x, of[1] = raw.y, of[2] = raw.z, of[3] = raw.w;
-      const float most = fmaxf(fmaxf(fabsf(raw.x), fabsf(raw.y)), fmaxf(fabsf(raw.z), fabsf(raw.w)));
-      return (__float_as_int(most) >> 23) + 1;
-    }
-    return 0;
   }
 
   // Products of q with this warp's keys; with scales, and without that of q.
   __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int stage) const {
     const uint8_t* const rows = shared.rows[stage];
     // A product takes four times as long as the tensor core needs for it: several sums at a time, not one after another.
-    constexpr int kChains = S::kIsScaled ? 1 : 4 / kKeyBlocks;
+    constexpr int kChains = 4 / kKeyBlocks;
     float chains[kChains][kKeyBlocks][4] = {};
+    KeyScales scales[kKeyBlocks][2];
 #pragma unroll
-    for (int unit = 0; unit < S::kNarrowUnits; ++unit) {
-      float part[kKeyBlocks][4] = {};  // over the dimensions of a scale, or half of them
-      uint32_t b[kKeyBlocks][8];
+    for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
-      for (int n = 0; n < kKeyBlocks; ++n) {
-        uint32_t w[4];
-        read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
+      for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
+    constexpr int kTogether = S::kIsScaled ? kChains : 1;  // units, each with a sum of its own until it is scaled
 #pragma unroll
-        for (int i = 0; i < 4; ++i) b[n][2 * i] = e4m3_low(w[i]), b[n][2 * i + 1] = e4m3_high(w[i]);
-      }
+    for (int unit0 = 0; unit0 < S::kNarrowUnits; unit0 += kTogether) {
+      float part[kTogether][kKeyBlocks][4] = {};
+      uint32_t b[kTogether][kKeyBlocks][8];
 #pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        uint32_t a[4];
-        fragment_of_q(a, unit * 4 + u);
-#pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n)
-          multiply<true>(S::kIsScaled ? part[n] : chains[u % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
-      }
-      if constexpr (S::kIsScaled)
+      for (int j = 0; j < kTogether; ++j)
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n) {
-          float of[2];
+          const int unit = unit0 + j;
+          if (unit >= S::kNarrowUnits) continue;
+          uint32_t w[4];
+          read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
 #pragma unroll
-          for (int i = 0; i < 2; ++i) of[i] = key_scale(stage, warp * kKeysWarp + n * 8 + 2 * t + i, unit * 64 / S::kGroup);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) s_add(chains[0][n][i], part[n][i], of[i % 2]);
+          for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
         }
+#pragma unroll
+      for (int u = 0; u < 4; ++u)
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          if (unit0 + j >= S::kNarrowUnits) continue;
+          uint32_t a[4];
+          fragment_of_q(a, (unit0 + j) * 4 + u);
+#pragma unroll
+          for (int n = 0; n < kKeyBlocks; ++n)
+            multiply<true>(S::kIsScaled ? part[j][n] : chains[u % kChains][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
+        }
+      if constexpr (S::kIsScaled)
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+#pragma unroll
+          for (int n = 0; n < kKeyBlocks; ++n) {
+            if (unit0 + j >= S::kNarrowUnits) continue;
+            const int of = (unit0 + j) * 64 / S::kGroup;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              chains[0][n][i] = fmaf(part[j][n][i], scales[n][i % 2].of_group(of), chains[0][n][i]);
+          }
     }
 #pragma unroll
     for (int unit = 0; unit < S::kWideUnits; ++unit) {
@@ -486,14 +497,6 @@ struct Consumer {
         for (int j = 1; j < kChains; ++j) s[n][i] += chains[j][n][i];
       }
   }
-  static __device__ __forceinline__ void s_add(float& to, float part, float by) { to = fmaf(part, by, to); }
-  __device__ __forceinline__ float key_scale(int stage, int key, int group) const {
-    const uint8_t* const at = shared.scales[stage] + key * S::kScaleBytes;
-    if constexpr (S::kScales == Scales::kUe8m0)
-      return __int_as_float(at[group] << 23);
-    else
-      return reinterpret_cast<const float*>(at)[group];
-  }
 
   // Weights of this warp's keys, relative to the maximum; their sums.
   __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], Weights<S>& weights,
@@ -507,7 +510,7 @@ struct Consumer {
       const auto put = [&](uint4 (&to)[32], const uint32_t (&x)[2]) {
         reinterpret_cast<uint2*>(&to[lane])[block % 2] = make_uint2(x[0], x[1]);
       };
-      uint32_t high[2], low[2], wide[2], wide_low[2];
+      uint32_t high[2], low[2], wide[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
@@ -519,14 +522,13 @@ struct Consumer {
         if constexpr (S::kIsScaled) {
           const int key = warp * kKeysWarp + n * 8 + 2 * t;
           x *= weights.power[key].inverse, y *= weights.power[key + 1].inverse;
-          wide[h] = pack_bf16(x, y), wide_low[h] = rest_bf16(x, y, wide[h]);
+          wide[h] = pack_bf16(x, y);
         }
         sum_tile[h] += x + y;
       }
       put(weights.term[0][block / 2], high);
       if constexpr (S::kTerms == 2) put(weights.term[1][block / 2], low);
-      if constexpr (S::kIsScaled && S::kHasWideValues)
-        put(weights.wide[0][block / 2], wide), put(weights.wide[1][block / 2], wide_low);
+      if constexpr (S::kHasBoth) put(weights.wide[block / 2], wide);
     }
   }
 
@@ -569,7 +571,7 @@ struct Consumer {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const int dim0 = warp * S::kDimsWarp + run * S::kRun;
-        if (dim0 < S::kNarrow) {
+        if (!S::kHasWideValues || (S::kNarrow > 0 && dim0 < S::kNarrow)) {
           if constexpr (S::kNarrow > 0) {
             uint32_t b[kRunBlocks][2], a[4];
 #pragma unroll
@@ -590,9 +592,9 @@ struct Consumer {
 #pragma unroll
           for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
 #pragma unroll
-          for (int term = 0; term < 2; ++term) {
-            if constexpr (S::kIsScaled)
-              unpack(a, weights.wide[term][k][lane]);
+          for (int term = 0; term < S::kTerms; ++term) {
+            if constexpr (S::kHasBoth)
+              unpack(a, weights.wide[k][lane]);
             else
               unpack(a, weights.term[term][k][lane]);
 #pragma unroll
@@ -639,9 +641,9 @@ struct Consumer {
     for (int tile = 0; tile < tiles; ++tile) {
       Weights<S>& weights = shared.weights[buffer];
       barrier_wait(smem_address(&shared.full[stage]), parity);
-      prepare_scales(stage, weights);
       float s[kKeyBlocks][4];
       scores(s, stage);
+      prepare_scales(stage, weights);
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
         const int key = warp * kKeysWarp + n * 8 + 2 * t;
@@ -684,19 +686,20 @@ struct Consumer {
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2) {
         sum[h] += __shfl_xor_sync(~0u, sum[h], mask);
-        largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], mask));
+        if (p.max_logits) largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], mask));
       }
-      if (t == 0) shared.row_max[g + h * 8][warp] = sum[h], shared.row_largest[g + h * 8][warp] = largest[h];
+      if (t == 0) shared.row_max[g + h * 8][warp] = sum[h];
+      if (t == 0 && p.max_logits) shared.row_largest[g + h * 8][warp] = largest[h];
     }
     sync();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum[h] = 0.f;
 #pragma unroll
-      for (int i = 0; i < WARPS; ++i) {
-        sum[h] += shared.row_max[g + h * 8][i];
-        largest[h] = fmaxf(largest[h], shared.row_largest[g + h * 8][i]);
-      }
+      for (int i = 0; i < WARPS; ++i) sum[h] += shared.row_max[g + h * 8][i];
+      if (p.max_logits)
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) largest[h] = fmaxf(largest[h], shared.row_largest[g + h * 8][i]);
     }
   }
 
@@ -705,12 +708,10 @@ struct Consumer {
   }
   // `log2_sum` and `largest` are in units of log 2.
   __device__ __forceinline__ void write_statistics(int64_t token, int head, float log2_sum, float largest) const {
-    if (!p.lse) return;
-    const int64_t b = divided(static_cast<uint32_t>(token), p.tokens_per_length);
-    const int64_t at = b * p.lse_batch_stride + head * p.lse_head_stride +
-                       (token - b * p.tokens_per_length.value) * p.lse_token_stride;
-    p.lse[at] = log2_sum == -INFINITY ? INFINITY : log2_sum / kLog2e;
-    if (p.max_logits) p.max_logits[at] = largest / kLog2e;
+    const int64_t at = token * p.heads + head;
+    constexpr float kLn2 = 0.6931471805599453f;
+    p.lse[at] = log2_sum == -INFINITY ? INFINITY : log2_sum * kLn2;
+    if (p.max_logits) p.max_logits[at] = largest * kLn2;
   }
 
   __device__ __forceinline__ void write_outputs(int64_t token, int head0) const {
@@ -724,7 +725,7 @@ struct Consumer {
       const float mine = exp2_fast(maximum[h] - shift);
       const float total = sum[h] * mine + exp2_fast(sink - shift);
       const float factor = total > 0.f ? shared.bmm2 * mine / total : 0.f;
-      if (warp == 0 && t == 0)
+      if (p.lse && warp == 0 && t == 0)
         write_statistics(token, head, sum[h] > 0.f ? maximum[h] + log2f(sum[h]) : -INFINITY, largest[h]);
       __nv_bfloat16* const to = out_of(token, head);
 #pragma unroll
@@ -778,11 +779,13 @@ struct Consumer {
     }
     sync_threads(1, S::kGroupThreads);
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
-    constexpr int kStats = 3 * kHeads;
-    const float* const mine = &shared.row_stat[0][0];
-    for (int i = thread; i < p.splits * kStats; i += S::kGroupThreads)
-      write_remote(of_rank(smem_address(&shared.stats[0][0][0] + split * kStats + i % kStats), i / kStats),
-                   mine[i % kStats]);
+    const auto tell_all = [&](int stat, int row, int rank) {
+      write_remote(of_rank(smem_address(&shared.stats[split][stat][row]), rank), shared.row_stat[stat][row]);
+    };
+    for (int i = thread; i < p.splits * 2 * kHeads; i += S::kGroupThreads)
+      tell_all(i / kHeads % 2, i % kHeads, i / (2 * kHeads));
+    if (p.max_logits)
+      for (int i = thread; i < p.splits * kHeads; i += S::kGroupThreads) tell_all(2, i % kHeads, i / kHeads);
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const int runs = min(kHeads, p.heads - head0) * kRuns;
@@ -798,12 +801,12 @@ struct Consumer {
       for (int r = 0; r < kMaxSplits; ++r)
         if (r < p.splits) shift = fmaxf(shift, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
       if (shift == -INFINITY) shift = 0.f;
-      float keys = 0.f, value[kRun16] = {};
+      float keys = 0.f, total = exp2_fast(sink - shift), value[kRun16] = {};
 #pragma unroll
       for (int r = 0; r < kMaxSplits; ++r) {
         if (r >= p.splits) break;
         const float weight = exp2_fast(shared.stats[r][0][row] - shift), share = weight * shared.stats[r][1][row];
-        keys += share;
+        keys += share, total += share;
         uint32_t w[4];
         unpack(w, raw[r]);
 #pragma unroll
@@ -816,8 +819,8 @@ struct Consumer {
           }
         }
       }
-      const float total = keys + exp2_fast(sink - shift), factor = total > 0.f ? shared.bmm2 / total : 0.f;
-      if (i % kRuns == 0) write_statistics(token, head, keys > 0.f ? shift + log2f(keys) : -INFINITY, most);
+      const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
+      if (p.lse && i % kRuns == 0) write_statistics(token, head, keys > 0.f ? shift + log2f(keys) : -INFINITY, most);
       uint32_t packed[kRun16 / 2];
 #pragma unroll
       for (int j = 0; j < kRun16 / 2; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
@@ -835,15 +838,16 @@ struct Consumer {
   __device__ __forceinline__ void consume(int item, int step) {
     int stage = 0, parity = 0, buffer = 0;
     for (; item < p.items; item += step) {
-      const Keys<S> keys(p, item, Lengths(p, item));
+      const Lengths lengths(p, item);
+      const int64_t token = item / (p.splits * p.head_blocks);
       const int head0 = item / p.splits % p.head_blocks * kHeads;
-      load_q(keys.token, head0);
+      load_q(token, head0);
       prefetch_q(item + step);
-      attend(keys.tiles, stage, parity, buffer);
+      attend(Keys<S>(p, item, lengths).tiles, stage, parity, buffer);
       if (S::kConsumerGroups > 1 || p.splits == 1)
-        write_outputs(keys.token, head0);
+        write_outputs(token, head0);
       else if constexpr (S::kConsumerGroups == 1)
-        merge(item, keys.token, head0);
+        merge(item, token, head0);
     }
   }
 };
@@ -866,12 +870,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  touch(p);
   __syncthreads();
   const int step = gridDim.x * S::kConsumerGroups;
   if (warp >= kConsumerThreads / 32) {
-    give_registers<48>();
+    give_registers<S::kProducerRegisters>();
     wait_for_previous();
-    const int group = (warp - kConsumerThreads / 32) / S::kProducerWarps, first = blockIdx.x + group * gridDim.x;
+    const int group = S::kConsumerGroups > 1 ? (warp - kConsumerThreads / 32) / S::kProducerWarps : 0;
+    const int first = blockIdx.x + group * gridDim.x;
     if (p.keep_outputs)
       produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, first, step);
     else
@@ -883,9 +889,9 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     }
   } else {
-    take_registers<232>();
+    take_registers<S::kConsumerRegisters>();
     wait_for_previous();
-    const int group = warp / WARPS;
+    const int group = S::kConsumerGroups > 1 ? warp / WARPS : 0;
     Consumer<FORMAT, WARPS> consumer(p, groups[group], warp % WARPS, lane, group);
     consumer.consume(blockIdx.x + group * gridDim.x, step);
   }

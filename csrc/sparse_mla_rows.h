@@ -38,10 +38,9 @@ struct SparseMlaRows {
   const float* bmm1_tensor;  // or null, and then the value below counts
   const float* bmm2_tensor;
   float bmm1, bmm2;
-  // Natural logarithm of the sum of exp(score), +inf without keys, and the largest score, -inf without keys; or null.
-  // Of token t, t = b * tokens_per_length + s, and head h: at b * batch + h * head + s * token strides.
+  // [tokens, heads], natural logarithm of the sum of exp(score), +inf without keys; the largest score, -inf without
+  // keys. Both, only lse, or none: null.
   float *lse, *max_logits;
-  int64_t lse_batch_stride, lse_head_stride, lse_token_stride;
   int32_t tokens, heads;
   bool q_is_fp8;
   bool keep_outputs = false;  // in the L2 cache
