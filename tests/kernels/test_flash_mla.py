@@ -390,7 +390,8 @@ def bytes_(*shape):
 def test_refusals_of_decode(change, message):
     arguments = dict(
         q=torch.zeros(2, 1, 8, 576, dtype=BF16), k_cache=bytes_(4, 64, 1, 656), block_table=None,
-        cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None, is_fp8_kvcache=True, indices=ints(2, 1, 64),
+        cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None, is_fp8_kvcache=True,
+        indices=ints(2, 1, 64),
     )  # fmt: skip
     flash_mla_with_kvcache(**arguments)
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):

@@ -1,8 +1,8 @@
 """FlashMLA's two sparse calls, argument for argument, over the rows that vLLM's caches already hold.
 
-`flash_mla_with_kvcache` and `flash_mla_sparse_fwd` take what FlashMLA's functions of these names take (vLLM's build,
-which has `out`), and more: 1 to 128 heads, not padded; any number of columns; no tokens; any index outside the cache.
-What else FlashMLA refuses is refused. Dense MLA is not served.
+Both take what FlashMLA's functions of their names take (vLLM's build, which has `out`), and more: 1 to 128 heads,
+not padded; any number of columns; no tokens; any index outside the cache. What else FlashMLA refuses is refused.
+Dense MLA is not served.
 
 lse and max_logits are as in FlashMLA's `tests/ref.py`: natural logarithms, without the sink; a token without a key
 has an lse of +inf, max_logits of -inf and an output of 0.
@@ -56,8 +56,8 @@ def flash_mla_with_kvcache(
         softmax_scale: multiplies q k; None is `d ** -0.5`.
         causal: False.
         is_fp8_kvcache: True.
-        indices: int32 `[batch, q_len, topk]`, block * block_size + row, last dimension contiguous. An entry outside
-            the cache (-1, or any other) is a missing row.
+        indices: int32 `[batch, q_len, topk]`, block * block_size + row, last dimension contiguous. An entry
+            outside the cache (-1, or any other) is a missing row.
         attn_sink: float32 `[heads]`: out times `exp(lse) / (exp(lse) + exp(sink))`.
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of the same rows, whose keys
             join those of the first; its block size and columns may differ.
@@ -94,7 +94,7 @@ def flash_mla_with_kvcache(
 
     def pool(cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> KeyPool:
         if length is not None and q_len > 1:
-            length = length.repeat_interleave(q_len)
+            length = length[:, None].expand(-1, q_len).flatten()
         return KeyPool(cache.squeeze(2), rows, indices.flatten(0, 1), length)
 
     pools = (pool(k_cache, indices, topk_length),)
