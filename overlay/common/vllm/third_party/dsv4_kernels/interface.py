@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention import KeyPool, SparseAttention
+from .row_formats import BF16, E4M3
+
 HEAD_DIM = 512
 SWA_COLUMNS = 128
 MAX_HEADS = 128
@@ -57,6 +60,24 @@ class SparseMLACall:
         <= 0 marks padding, which has no key at all whatever topk_lens says. On the device, without a sync.
         """
         return _visible_tokens(self.seq_lens, self.cum_seq_lens_q, self.query.shape[0], self.q_len)
+
+    @property
+    def attention(self) -> SparseAttention:
+        """The call as providers of any rows take it."""
+        rows = E4M3 if self.swa_pool.dtype == torch.float8_e4m3fn else BF16
+        window, compressed = self.indices[:, :SWA_COLUMNS], self.indices[:, SWA_COLUMNS:]
+        return SparseAttention(
+            query=self.query,
+            pools=(
+                KeyPool(self.swa_pool, rows, window, self.visible),
+                KeyPool(self.compressed_pool, rows, compressed, self.topk_lens, SWA_COLUMNS),
+            ),
+            out=self.out,
+            scale=self.bmm1_scale,
+            out_scale=self.bmm2_scale,
+            sinks=self.sinks,
+            visible=self.visible,
+        )
 
 
 _valid: set[tuple] = set()
