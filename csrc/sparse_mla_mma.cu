@@ -82,7 +82,6 @@ struct Shape : RowLayout<FORMAT> {
 template <typename S>
 struct Weights {
   uint4 term[S::kTerms][S::kKeys / 16][32];
-  uint4 wide[S::kHasBoth ? S::kKeys / 16 : 1][32];  // BF16, for wide values beside narrow ones
   __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
   RowPower power[S::kIsScaled ? S::kKeys : 1];
 };
@@ -510,7 +509,7 @@ struct Consumer {
       const auto put = [&](uint4 (&to)[32], const uint32_t (&x)[2]) {
         reinterpret_cast<uint2*>(&to[lane])[block % 2] = make_uint2(x[0], x[1]);
       };
-      uint32_t high[2], low[2], wide[2];
+      uint32_t high[2], low[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
@@ -522,13 +521,11 @@ struct Consumer {
         if constexpr (S::kIsScaled) {
           const int key = warp * kKeysWarp + n * 8 + 2 * t;
           x *= weights.power[key].inverse, y *= weights.power[key + 1].inverse;
-          wide[h] = pack_bf16(x, y);
         }
         sum_tile[h] += x + y;
       }
       put(weights.term[0][block / 2], high);
       if constexpr (S::kTerms == 2) put(weights.term[1][block / 2], low);
-      if constexpr (S::kHasBoth) put(weights.wide[block / 2], wide);
     }
   }
 
@@ -588,18 +585,17 @@ struct Consumer {
             for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
           }
         } else if constexpr (S::kHasWideValues) {
-          uint32_t b[8][2], a[4];
+          uint32_t b[8][2], a[2][4];
 #pragma unroll
           for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
+          if constexpr (S::kHasBoth)
+            wide_weights(a, weights, k);
+          else
+            unpack(a[0], weights.term[0][k][lane]), unpack(a[1], weights.term[S::kTerms - 1][k][lane]);
 #pragma unroll
-          for (int term = 0; term < S::kTerms; ++term) {
-            if constexpr (S::kHasBoth)
-              unpack(a, weights.wide[k][lane]);
-            else
-              unpack(a, weights.term[term][k][lane]);
+          for (int term = 0; term < 2; ++term)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) multiply<false>(acc[run * 8 + j], a, b[j][0], b[j][1]);
-          }
+            for (int j = 0; j < 8; ++j) multiply<false>(acc[run * 8 + j], a[term], b[j][0], b[j][1]);
         }
       }
   }
@@ -617,6 +613,18 @@ struct Consumer {
       const uint32_t low = __byte_perm(x[w], y[w], 0x5140), high = __byte_perm(x[w], y[w], 0x7362);
       b[w * 4][half] = e4m3_low(low), b[w * 4 + 1][half] = e4m3_high(low);
       b[w * 4 + 2][half] = e4m3_low(high), b[w * 4 + 3][half] = e4m3_high(high);
+    }
+  }
+  // Weights of 16 keys for wide values beside narrow ones: BF16, high and low part, and not those of rows' powers.
+  __device__ __forceinline__ void wide_weights(uint32_t (&a)[2][4], const Weights<S>& weights, int k) const {
+    uint32_t half[4];
+    unpack(half, weights.term[0][k][lane]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const RowPower* const power = weights.power + k * 16 + i / 2 * 8 + 2 * t;
+      float2 x = __half22float2(reinterpret_cast<const __half2&>(half[i]));
+      x.x *= power[0].inverse, x.y *= power[1].inverse;
+      a[0][i] = pack_bf16(x.x, x.y), a[1][i] = rest_bf16(x.x, x.y, a[0][i]);
     }
   }
   __device__ __forceinline__ void wide_values(uint32_t (&b)[8][2], int half, int stage, int row8, unsigned dim0) const {
@@ -706,11 +714,12 @@ struct Consumer {
   __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
     return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
   }
-  // `log2_sum` and `largest` are in units of log 2.
-  __device__ __forceinline__ void write_statistics(int64_t token, int head, float log2_sum, float largest) const {
+  // The sum is that of 2^(score - maximum).
+  __device__ __forceinline__ void write_statistics(int64_t token, int head, float maximum, float sum,
+                                                   float largest) const {
     const int64_t at = token * p.heads + head;
     constexpr float kLn2 = 0.6931471805599453f;
-    p.lse[at] = log2_sum == -INFINITY ? INFINITY : log2_sum * kLn2;
+    p.lse[at] = sum == 0.f ? INFINITY : (maximum + log2f(sum)) * kLn2;
     if (p.max_logits) p.max_logits[at] = largest * kLn2;
   }
 
@@ -726,7 +735,7 @@ struct Consumer {
       const float total = sum[h] * mine + exp2_fast(sink - shift);
       const float factor = total > 0.f ? shared.bmm2 * mine / total : 0.f;
       if (p.lse && warp == 0 && t == 0)
-        write_statistics(token, head, sum[h] > 0.f ? maximum[h] + log2f(sum[h]) : -INFINITY, largest[h]);
+        write_statistics(token, head, maximum[h], sum[h], largest[h]);
       __nv_bfloat16* const to = out_of(token, head);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -796,17 +805,17 @@ struct Consumer {
         if (r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r));
       const int row = i / kRuns, head = head0 + row;
       const float sink = shared.sinks[row];
-      float shift = sink, most = -INFINITY;
+      float shift = sink;
 #pragma unroll
       for (int r = 0; r < kMaxSplits; ++r)
-        if (r < p.splits) shift = fmaxf(shift, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
+        if (r < p.splits) shift = fmaxf(shift, shared.stats[r][0][row]);
       if (shift == -INFINITY) shift = 0.f;
-      float keys = 0.f, total = exp2_fast(sink - shift), value[kRun16] = {};
+      float total = exp2_fast(sink - shift), value[kRun16] = {};
 #pragma unroll
       for (int r = 0; r < kMaxSplits; ++r) {
         if (r >= p.splits) break;
         const float weight = exp2_fast(shared.stats[r][0][row] - shift), share = weight * shared.stats[r][1][row];
-        keys += share, total += share;
+        total += share;
         uint32_t w[4];
         unpack(w, raw[r]);
 #pragma unroll
@@ -820,7 +829,14 @@ struct Consumer {
         }
       }
       const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
-      if (p.lse && i % kRuns == 0) write_statistics(token, head, keys > 0.f ? shift + log2f(keys) : -INFINITY, most);
+      if (p.lse && i % kRuns == 0) {  // of keys alone: a sink can be far above them
+        float top = -INFINITY, most = -INFINITY, keys = 0.f;
+        for (int r = 0; r < p.splits; ++r)
+          top = fmaxf(top, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
+        for (int r = 0; r < p.splits; ++r)
+          if (shared.stats[r][1][row] != 0.f) keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
+        write_statistics(token, head, top, keys, most);
+      }
       uint32_t packed[kRun16 / 2];
 #pragma unroll
       for (int j = 0; j < kRun16 / 2; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);

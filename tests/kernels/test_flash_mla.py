@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from dsv4_kernels import flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
-from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error
+from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error, skip_unless_served
 
 FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones
 PACKED = FORMATS[:2]
@@ -14,6 +14,13 @@ GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
 @pytest.fixture(params=flash_mla.PROVIDERS)
 def provider(request):
+    skip_unless_served(request.param)
+    return request.param
+
+
+@pytest.fixture(params=[name for name in flash_mla.PROVIDERS if name != "reference"])
+def fast_provider(request):
+    skip_unless_served(request.param)
     return request.param
 
 
@@ -320,11 +327,11 @@ def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows):
 
 
 @pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
-def test_same_bits_every_time(device, rows, batch, heads):
+def test_same_bits_every_time(device, fast_provider, rows, batch, heads):
     case = Case(rows, device, batch=batch, heads=heads, columns=500, seed=14)
-    first = case.run("triton")
+    first = case.run(fast_provider)
     for _ in range(3 if device.type == "cpu" else 100):
-        for found, wanted in zip(case.run("triton"), first, strict=True):
+        for found, wanted in zip(case.run(fast_provider), first, strict=True):
             assert found is wanted is None or torch.equal(found, wanted)
 
 
@@ -424,7 +431,7 @@ def test_refusals_of_prefill(change, message):
 
 
 @pytest.mark.gpu
-def test_graph_replay_with_changed_lengths(device, rows):
+def test_graph_replay_with_changed_lengths(device, fast_provider, rows):
     case, other = (Case(rows, device, batch=40, heads=16, columns=600, seed=seed) for seed in (15, 16))
     first = case.pools[0]
     cache, indices, lengths = first[0].on(device), first[1].to(device), first[2].to(device)
@@ -435,12 +442,12 @@ def test_graph_replay_with_changed_lengths(device, rows):
         if rows in PACKED:
             flash_mla_with_kvcache(
                 query, cache, None, None, 512, None, softmax_scale=0.1, is_fp8_kvcache=True, indices=indices,
-                topk_length=lengths, attn_sink=sinks, out=out, provider="triton",
+                topk_length=lengths, attn_sink=sinks, out=out, provider=fast_provider,
             )  # fmt: skip
         else:
             flash_mla_sparse_fwd(
                 query[:, 0], cache, indices, 0.1, topk_length=lengths, attn_sink=sinks, out=out[:, 0],
-                provider="triton",
+                provider=fast_provider,
             )  # fmt: skip
 
     step()
@@ -457,7 +464,7 @@ def test_graph_replay_with_changed_lengths(device, rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, heads", [(3, 8), (140, 64)])
-def test_caches_of_more_than_2_31_elements(device, rows, batch, heads):
+def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, heads):
     case = Case(rows, device, batch=batch, heads=heads, seed=17)
     cache, indices, lengths = case.pools[0]
     small = cache.on(device)
@@ -473,4 +480,4 @@ def test_caches_of_more_than_2_31_elements(device, rows, batch, heads):
     cache.keys, cache.on = torch.empty(0), lambda *_: large
     case.active = lambda number: torch.zeros_like(indices, dtype=torch.bool)
     cache.poison = lambda used: None
-    assert excess_error(case.run("triton")[0], want) < TOLERANCE
+    assert excess_error(case.run(fast_provider)[0], want) < TOLERANCE

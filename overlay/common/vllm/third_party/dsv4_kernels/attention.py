@@ -17,7 +17,8 @@ class KeyPool:
              piece a block; blocks in any distance
     format   what the rows mean
     indices  [tokens, columns] int32, flat rows (block * block_size + row); one outside the cache is a missing row
-    lengths  [tokens] int32: the leftmost `lengths - base` columns count, None for all of them
+    lengths  [tokens, or a divisor of it] int32, each for as many tokens that follow each other: the leftmost
+             `length - base` columns count, None for all of them
     base     columns that `lengths` counts and that are not among these
     """
 
@@ -26,6 +27,13 @@ class KeyPool:
     indices: torch.Tensor
     lengths: torch.Tensor | None = None
     base: int = 0
+
+    def token_lengths(self) -> torch.Tensor | None:
+        """`lengths` as [tokens]."""
+        tokens = self.indices.shape[0]
+        if self.lengths is None or len(self.lengths) == tokens:
+            return self.lengths
+        return self.lengths[:, None].expand(-1, tokens // len(self.lengths)).flatten()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+from . import sm90
 from .attention import VALUE_DIM, KeyPool, SparseAttention
 from .interface import MAX_HEADS, remember
 from .row_formats import BF16, V4, V32, RowFormat
 
-PROVIDERS = ("reference", "triton")
+PROVIDERS = ("reference", "triton", "sm90")
 _ALIGNMENT = 4  # bytes: rows hold float32 and BF16
 _valid: set[tuple] = set()
 
@@ -63,7 +64,7 @@ def flash_mla_with_kvcache(
             join those of the first; its block size and columns may differ.
         topk_length: int32 `[batch]`: the leftmost columns that count. None is all of them.
         out: BF16 `[batch, q_len, heads, 512]`, last dimension contiguous; allocated when None.
-        provider: "reference" or "triton"; None picks.
+        provider: "reference", "triton" or "sm90"; None picks.
 
     Returns:
         `out`, and lse, float32 `[batch, heads, q_len]`.
@@ -93,8 +94,6 @@ def flash_mla_with_kvcache(
     rows = V4 if head_dim == 512 else V32
 
     def pool(cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> KeyPool:
-        if length is not None and q_len > 1:
-            length = length[:, None].expand(-1, q_len).flatten()
         return KeyPool(cache.squeeze(2), rows, indices.flatten(0, 1), length)
 
     pools = (pool(k_cache, indices, topk_length),)
@@ -139,7 +138,7 @@ def flash_mla_sparse_fwd(
         attn_sink: float32 `[heads]`: out times `exp(lse) / (exp(lse) + exp(sink))`.
         topk_length: int32 `[tokens]`: the leftmost columns that count. None is all of them.
         out: BF16 `[tokens, heads, 512]`, last dimension contiguous; allocated when None.
-        provider: "reference" or "triton"; None picks.
+        provider: "reference", "triton" or "sm90"; None picks.
 
     Returns:
         `out`; max_logits and lse, float32 `[tokens, heads]`.
@@ -176,7 +175,9 @@ def flash_mla_sparse_fwd(
 
 def pick_provider(device: torch.device) -> str:
     """The provider of these calls for tensors on `device`."""
-    return "triton" if device.type == "cuda" else "reference"
+    if device.type != "cuda":
+        return "reference"
+    return "sm90" if sm90.serves(torch.cuda.get_device_capability(device)) else "triton"
 
 
 def _attend(call: SparseAttention, out: torch.Tensor, provider: str | None) -> None:
@@ -195,6 +196,8 @@ def _load_provider(name: str) -> Callable[[SparseAttention], None]:
     # Imported on first use: a provider may need more than torch.
     if name == "reference":
         from .reference import attend_reference as run
+    elif name == "sm90":
+        from .sm90 import attend_sm90 as run
     else:
         from .triton_sparse_mla import attend_triton as run
     return run

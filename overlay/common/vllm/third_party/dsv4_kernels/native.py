@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).parent / "lib" / "libdsv4_kernels.so"
 # What the operators of the library take. Raise it when a schema or its meaning changes, so that an
 # older build is refused and not called with other arguments. The build script reads this line.
-INTERFACE = 2
+INTERFACE = 3
 
 _BUILD = re.compile(rb"dsv4_kernels_build (\{[^\0]*\})\0")
 _REBUILD = "rebuild it with scripts/build-kernels.sh"

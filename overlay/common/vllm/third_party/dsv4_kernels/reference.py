@@ -63,7 +63,7 @@ def _active(pool: KeyPool, tokens: slice) -> torch.Tensor:
     active = (indices >= 0) & (indices < pool.cache.shape[0] * pool.cache.shape[1])
     if pool.lengths is not None:
         column = torch.arange(pool.base, pool.base + indices.shape[1], device=indices.device)
-        active &= column < pool.lengths[tokens, None]
+        active &= column < pool.token_lengths()[tokens, None]
     return active
 
 

@@ -104,7 +104,7 @@ def _pool_arguments(pool) -> tuple:
     blocks, block_size, _ = pool.cache.shape
     return (
         _bytes(pool.cache), pool.cache.stride(0), pool.cache.stride(1), max(block_size, 1), blocks * block_size,
-        pool.indices, pool.indices.stride(0), pool.indices.shape[1], pool.lengths,
+        pool.indices, pool.indices.stride(0), pool.indices.shape[1], pool.token_lengths(),
     )  # fmt: skip
 
 
