@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from . import fetch, transaction
 from .errors import Refusal
 from .series import Mismatch, Series, find_series, load_series, release_folders, sha256
-from .target import Target, check_index, detect, locate_installed
+from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
 EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
@@ -197,6 +197,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         _survey(report, root, target, series)
         other = transaction.changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:
+            if series:
+                _check_relied_on(report, target, series)
             if mode != "status":
                 data["notes"].append("already applied; nothing to do")
             return
@@ -217,6 +219,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         if refusal.code != "bad-series":
             data["state"] = "drifted"
         raise
+    _check_relied_on(report, target, series)
     if mode == "check":
         transaction.check_writable(target.root, [change.real for change in plan.changes])
     data["state"] = "clean"
@@ -232,6 +235,14 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         data["state"] = "applied"
     for change in plan.changes:
         report.add(change.path, verbs.get(change.action, change.action))
+
+
+def _check_relied_on(report: Report, target: Target, series: Series) -> None:
+    try:
+        check_relied_on(target, series)
+    except Refusal:
+        report.data["state"] = "drifted"
+        raise
 
 
 def _stale_library(root: Path) -> str | None:

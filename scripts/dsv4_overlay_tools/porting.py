@@ -144,6 +144,18 @@ def check_imports(path: str, source: bytes, pristine: dict[str, bytes], ours: se
     return missing or found
 
 
+def check_relied_on(pins: dict[str, str], pristine: dict[str, bytes]) -> list[Finding]:
+    """One finding for each file that the overlay calls and does not patch."""
+    found = []
+    for path, pin in sorted(pins.items()):
+        if path in pristine and sha256(pristine[path]) == pin:
+            found.append(Finding("applies", path, "relied on"))
+        else:
+            what = "other bytes; read them" if path in pristine else "there is no such file"
+            found.append(Finding("changed", f"{path}: {what}", "relied on", fits=False))
+    return found
+
+
 def check_release(root: Path, base: Series, pristine: dict[str, bytes]) -> list[Finding]:
     """What became of every seam of `base` in the vLLM whose files are `pristine`."""
     found = [finding for patch in base.patches for finding in check_patch(patch, pristine)]
@@ -151,7 +163,7 @@ def check_release(root: Path, base: Series, pristine: dict[str, bytes]) -> list[
     for path, file in sorted(overlay.items()):
         if path.endswith(".py"):
             found += check_imports(path, file.data, pristine, set(overlay))
-    return found
+    return found + check_relied_on(base.relied_on, pristine)
 
 
 def nearest_series(root: Path, release: str) -> Series:
@@ -180,6 +192,7 @@ def check_release_main(argv: list[str], root: Path) -> int:
     try:
         args.release = str(Version(args.release))
         base = find_series(root, args.base) if args.base else nearest_series(root, args.release)
+        base = load_series(base.folder).of(args.release)
         if args.pristine:
             pristine, origin = pristine_from_folder(args.pristine), str(args.pristine)
         else:

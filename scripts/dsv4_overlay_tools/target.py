@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.version import InvalidVersion, Version
 
 from .errors import Refusal
-from .series import Series
+from .series import Series, sha256
 
 if TYPE_CHECKING:
     from git import Repo
@@ -234,3 +234,16 @@ def check_index(target: Target, series: Series) -> None:
                     "'git reset --hard' or check out one release.",
                     path=path,
                 )
+
+
+def check_relied_on(target: Target, series: Series) -> None:
+    """Raise Refusal(source-changed) if a file that the overlay calls, and does not patch, is not as pinned."""
+    for path, pin in series.relied_on.items():
+        place = target.root / path
+        if not (place.is_file() and sha256(place.read_bytes()) == pin):
+            raise Refusal(
+                "source-changed",
+                f"{path}, on which the overlay relies, is not the one of vLLM {target.release}; restore it in "
+                f"{target.root} or use a pristine vLLM.",
+                path=path,
+            )

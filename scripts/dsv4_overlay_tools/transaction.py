@@ -252,7 +252,7 @@ def as_built(series: Series, root: Path) -> Series:
 
     for build in series.rebuilt:
         with contextlib.suppress(OSError):
-            if all(found(path) == pin for path, pin in series.moved[build].items()):
+            if all(found(path) == pin for path, pin in series.moved[build].items() if path in series.files):
                 return series.of(build)
     return series
 

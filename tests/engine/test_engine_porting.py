@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from dsv4_overlay_tools import porting
-from smallworld import OVERLAY, PRISTINE, RELEASE, make_repo, write
+from smallworld import OVERLAY, PRISTINE, RELEASE, make_repo, sha256, write
 
 CONFIG = PRISTINE["vllm/config.py"]
 
@@ -28,7 +28,7 @@ def seams(out, path):
 
 def test_the_release_itself(ask):
     status, out = ask(PRISTINE)
-    assert status == 0 and "7 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
+    assert status == 0 and "8 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
 
 
 def test_moved_lines_still_fit(ask):
@@ -85,6 +85,24 @@ def test_what_the_overlay_imports(ask, source, missing):
     assert status == bool(missing)
     assert ("changed   overlay: vllm/dsv4/main.py:" in out) == bool(missing)
     assert missing is None or f"- {missing}\n" in out
+
+
+def test_what_is_relied_on_and_not_patched(ask):
+    path = "vllm/sub/relied.py"
+    status, out = ask(PRISTINE | {path: b"def renamed(): ...\n"})
+    assert status == 1 and f"changed   relied on: {path}: other bytes; read them\n" in out
+    (ask.repo / "../new" / path).unlink()
+    status, out = ask({})
+    assert status == 1 and f"changed   relied on: {path}: there is no such file\n" in out
+
+
+def test_a_release_that_is_served_has_its_own_pins(ask):
+    path, data = "vllm/sub/relied.py", b"value = 1\n"
+    pins = ask.repo / f"patches/{RELEASE}/release.toml"
+    with pins.open("a") as file:
+        file.write(f'\n[also."0.9.9".files]\n"{path}" = "{sha256(data)}"\n')
+    assert ask(PRISTINE | {path: data}, "0.9.9")[0] == 0
+    assert ask(PRISTINE | {path: data}, "1.0.0")[0] == 1
 
 
 def test_the_nearest_series_below_is_the_base(ask):
