@@ -145,10 +145,10 @@ def _progress(name: str) -> Iterator[Callable[..., None]]:
         yield report
 
 
-def archive(series: Series, release: str) -> Path:
+def archive(series: Series, release: str, *, download: bool = True) -> Path:
     """The source archive of `release` in the cache, downloaded if it is not there.
 
-    Raises Refusal: download-failed, archive-mismatch.
+    Raises Refusal: download-failed (also if it is not there and not to be downloaded), archive-mismatch.
     """
     pin = series.sdists[release]
     folder = cache_dir() / "sdist"
@@ -157,6 +157,8 @@ def archive(series: Series, release: str) -> Path:
     with _locked(folder):
         if place.is_file() and _file_sha256(place) == pin:
             return place
+        if not download:
+            raise Refusal("download-failed", f"The source archive of vLLM {release} is not in {folder}.")
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             fetched = _download(release, Path(temporary))
             found = _file_sha256(fetched)
