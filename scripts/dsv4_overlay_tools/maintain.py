@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import datetime
 import difflib
 import os
 import re
@@ -81,54 +82,11 @@ def _pristine(series: Series, folder: Path | None) -> dict[str, bytes]:
 def unified(path: str, before: bytes, after: bytes) -> bytes:
     """The diff of one file, or nothing if both are the same.
 
-    Made here and not by git, whose output depends on its version and on the user's configuration.
+    Not by git, whose output depends on its version and on the user's configuration.
     """
-    old, new = split_lines(before), split_lines(after)
-    # difflib looks for long common runs first; without the common ends it finds smaller diffs.
-    start = 0
-    while start < min(len(old), len(new)) and old[start] == new[start]:
-        start += 1
-    end = 0
-    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
-        end += 1
-    matcher = difflib.SequenceMatcher(
-        None, old[start : len(old) - end], new[start : len(new) - end], autojunk=False
-    )
-    codes = [(tag, a + start, b + start, c + start, d + start)
-             for tag, a, b, c, d in matcher.get_opcodes()]
-    if start:
-        codes.insert(0, ("equal", 0, start, 0, start))
-    if end:
-        codes.append(("equal", len(old) - end, len(old), len(new) - end, len(new)))
-    matcher.opcodes = codes  # get_grouped_opcodes() takes them from here
-
-    def span(first: int, last: int) -> str:
-        length = last - first
-        begin = first + 1 if length else first
-        return str(begin) if length == 1 else f"{begin},{length}"
-
-    out: list[str] = []
-
-    def lines(sign: str, chunk: list[str]) -> None:
-        for line in chunk:
-            out.append(sign + line)
-            if not line.endswith("\n"):
-                out.append("\n\\ No newline at end of file\n")
-
-    for group in matcher.get_grouped_opcodes(CONTEXT):
-        if all(code[0] == "equal" for code in group):
-            continue
-        if not out:
-            out.append(f"--- a/{path}\n+++ b/{path}\n")
-        first, last = group[0], group[-1]
-        out.append(f"@@ -{span(first[1], last[2])} +{span(first[3], last[4])} @@\n")
-        for tag, a, b, c, d in group:
-            if tag == "equal":
-                lines(" ", old[a:b])
-                continue
-            lines("-", old[a:b])
-            lines("+", new[c:d])
-    return "".join(out).encode("latin-1")
+    out = difflib.unified_diff(split_lines(before), split_lines(after), f"a/{path}", f"b/{path}", n=CONTEXT)
+    marked = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in out)
+    return "".join(marked).encode("latin-1")
 
 
 def export_patch(patch: Patch, pristine: dict[str, bytes], edited: dict[str, bytes]) -> bytes:
@@ -415,6 +373,13 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     return problems
 
 
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text  # not 20260131, which later Pythons take
+    except ValueError:
+        return False
+
+
 def upstream_sign(patch: Patch, pristine: dict[str, bytes]) -> str | None:
     """The first path:line that matches the Upstream-Sign of `patch`: what it does is already there.
 
@@ -456,7 +421,7 @@ def check(
             if not patch.fields.get(name, "").strip():
                 problems.append(f"{patch.name}: the field {name} is missing or empty")
         date = patch.fields.get("Last-Update", "").strip()
-        if date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
+        if date and not _is_date(date):
             problems.append(f"{patch.name}: Last-Update is not a date like 2026-01-31")
         try:
             if signed := upstream_sign(patch, pristine):
