@@ -240,7 +240,7 @@ def check_release_main(argv: list[str], root: Path) -> int:
              for verdict in ("applies", "moved", "changed", "upstream")}
     misfits = [finding for finding in findings if not finding.fits]
     if not misfits:
-        so = "the series serves it." if args.release in base.sdists else "the series fits; name the release in `serves`."
+        so = "the series fits" + ("." if args.release in base.sdists else "; name the release in `serves`.")
     elif all(finding.seam == RELIED_ON for finding in misfits):
         so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
     else:

@@ -300,8 +300,9 @@ def test_an_original_that_is_gone_or_damaged(engine, target):
     kept.write_bytes(good[:-1])
     assert refused(engine, "record-lost", target, "--revert")["path"] == "vllm/config.py"
     kept.unlink()
-    refused(engine, "record-lost", target, "--revert")
-    assert engine.ok(target, "--status")["state"] == "applied"
+    for mode in ([], ["--status"], ["--revert"]):  # it is not applied in the sense that it can be taken off
+        assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
+        assert engine(target, *mode)[1]["state"] == "drifted"
 
 
 def test_a_file_of_somebody_else_in_our_folder(engine, target):

@@ -233,12 +233,10 @@ def test_a_line_without_its_end_can_only_be_the_last():
 
 
 def test_hunks_are_small():
-    """One change among repeated lines is one added and one removed line, two lines of context."""
-    lines = [b"same\n"] * 50
-    changed = [*lines[:20], b"other\n", *lines[21:]]
-    out = maintain.unified("vllm/x.py", b"".join(lines), b"".join(changed)).split(b"\n")[2:-1]
-    same = [b" same"] * 2
-    assert out == [b"@@ -19,5 +19,5 @@", *same, b"-same", b"+other", *same]
+    """One changed line is one added and one removed line, two lines of context."""
+    before = b"".join(b"line%d\n" % number for number in range(500))
+    out = maintain.unified("vllm/x.py", before, before.replace(b"line20\n", b"other\n")).split(b"\n")[2:-1]
+    assert out == [b"@@ -19,5 +19,5 @@", b" line18", b" line19", b"-line20", b"+other", b" line21", b" line22"]
 
 
 # ---------------------------------------------------------------- check
@@ -267,6 +265,8 @@ FAULTS = {
     "field": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b""), "Drop-When is missing"),
     "empty field": (lambda w: edit(patch_of(w), b"Hooks: nothing", b"Hooks:"), "Hooks is missing"),
     "date": (lambda w: edit(patch_of(w), b"2026-01-31", b"January"), "Last-Update is not a date"),
+    "no such date": (lambda w: edit(patch_of(w), b"2026-01-31", b"2026-13-45"), "Last-Update is not a date"),
+    "other date": (lambda w: edit(patch_of(w), b"2026-01-31", b"20260131"), "Last-Update is not a date"),
     "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about"),
     "context": (lambda w: edit(patch_of(w), b" line1 = 1\n", b" line1 = 0\n"), "does not fit"),
     "other form": (lambda w: edit(patch_of(w), b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,5 @@ def x():"),
