@@ -8,8 +8,10 @@
 # GPQA is gated: ask for access on huggingface.co/datasets/Idavidrein/gpqa and set HF_TOKEN. QUALITY_CONCURRENCY
 # (32) requests run at once. lm-eval is installed beside the other downloads of this project.
 set -euo pipefail
+help() { sed -n '2,9s/^# \?//p' "$0"; }
+case ${1:-} in -h | --help) help; exit ;; esac
 if [ $# -lt 2 ] || [[ $1 != http*://* ]]; then
-    sed -n '2,9s/^# \?//p' "$0" >&2
+    help >&2
     exit 2
 fi
 url=${1%/} out=$2

@@ -21,6 +21,8 @@ from .series import Mismatch, Series, find_series, load_series, release_folders,
 from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
+NATIVE_LOADER = "vllm/third_party/dsv4_kernels/native.py"
+LIBRARY = "vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
 EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
 
 
@@ -74,6 +76,7 @@ class Report:
             "target": None,
             "kind": None,
             "commit": None,
+            "overlay": None,
             "state": "unknown",
             "files": [],
             "notes": [],
@@ -98,6 +101,10 @@ class Report:
             self.data.update(state=state if state in ("clean", "applied") else "drifted", files=[])
             raise
 
+    def applied(self, record: dict) -> None:
+        self.data["release"] = record["release"]
+        self.data["overlay"] = {key: record[f"overlay_{key}"] for key in ("version", "commit", "dirty")}
+
     def add(self, path: str, action: str) -> None:
         self.data["files"].append({"path": path, "action": action})
 
@@ -110,6 +117,9 @@ class Report:
             lines = [f"{file['action']:12}  {file['path']}" for file in data["files"]]
             lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
                          f"in {data['target']}: {data['state']}")
+            if overlay := data["overlay"]:
+                lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
+                             + ", with changes" * bool(overlay["dirty"]))
         try:
             for line in lines:
                 print(line, flush=True)
@@ -211,7 +221,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         state = "clean"
     if state == "applied":
         record, _ = read_record(target.root)
-        data["release"] = record["release"]
+        report.applied(record)
         series = None
         try:
             series = _series_for(root, target)
@@ -223,6 +233,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         if other is None and record["release"] == target.release:
             if series:
                 _check_relied_on(report, target, series)
+            data["notes"] += _of_kernels(root, {entry["path"] for entry in record["files"]})
             if mode != "status":
                 data["notes"].append("already applied; nothing to do")
             return
@@ -231,7 +242,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
             f"{record['overlay_version']}, vLLM {record['release']}); run with --revert first."
         )
         if mode == "status":
-            data["notes"].append(message)
+            data["notes"] += [*_of_kernels(root, {entry["path"] for entry in record["files"]}), message]
             return
         raise Refusal("patch-changed", message, path=other)
 
@@ -247,8 +258,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
     if mode == "check":
         check_writable([change.real for change in plan.changes])
     data["state"] = "clean"
-    if mode != "status" and (note := _stale_library(root)):
-        data["notes"].append(note)
+    if mode != "status":
+        data["notes"] += plan.notes + _of_kernels(root, {change.path for change in plan.changes})
     verbs = {
         "apply": {},
         "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
@@ -258,6 +269,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         with report.changing(target.root):
             transaction.apply(plan)
         data["state"] = "applied"
+        report.applied(json.loads(plan.record))
     for change in plan.changes:
         report.add(change.path, verbs.get(change.action, change.action))
 
@@ -270,16 +282,21 @@ def _check_relied_on(report: Report, target: Target, series: Series) -> None:
         raise
 
 
-def _stale_library(root: Path) -> str | None:
-    """A note if the native kernels that go along were built from other sources, as after an update of both."""
-    library = root / "overlay/common/vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
-    if not library.is_file():
-        return None
+def _of_kernels(root: Path, paths: set[str]) -> list[str]:
+    """Notes on the native kernels, if `paths`, of what is (to be) applied, need any: none, or of other sources."""
+    if NATIVE_LOADER not in paths:
+        return []
+    if LIBRARY not in paths:
+        return ["the native kernels are missing, so Triton's run in their place, on Hopper mostly slower; "
+                "run scripts/build-kernels.sh, --revert and apply again"]  # fmt: skip
+    library = root / "overlay/common" / LIBRARY
+    if not library.is_file():  # what was applied is not at hand
+        return []
     built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
     sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").iterdir()))  # as build-kernels.sh
     if built and built[1].decode() == sha256(sources):
-        return None
-    return f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"
+        return []
+    return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"]
 
 
 def _refuse_remains(root: Path, target: Target) -> None:
@@ -345,7 +362,7 @@ def main(argv: list[str], root: Path) -> int:
     except Refusal as refusal:
         report.refuse(refusal)
     except OSError as error:
-        report.refuse(Refusal("not-readable", f"{error.filename}: {error.strerror}."))
+        report.refuse(Refusal("not-readable", f"{error.filename or report.data['target']}: {error.strerror}."))
     except KeyboardInterrupt:
         report.refuse(Refusal("interrupted", "Interrupted; --status says what is applied."))
     report.print(as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Plan:
     changes: list[Change]  # by path, the wheel's own list of files last
     record: bytes
     directories: list[str]  # that the overlay needs and vLLM does not have, from the outside in
+    notes: list[str]  # what the user should know
 
 
 def _source_changed(target: Target, diff: FileDiff, found: bytes) -> Refusal:
@@ -108,20 +110,26 @@ def _added(root: Path, overlay: dict[str, OverlayFile]) -> tuple[list[Change], l
     return changes, sorted(directories)
 
 
-def _provenance(repo_root: Path) -> tuple[str | None, bool | None]:
-    """The commit of this repository, and whether what gets applied differs from it."""
+def _provenance(repo_root: Path) -> tuple[str | None, bool | None, str]:
+    """The commit of this repository, whether what gets applied differs from it, and why no commit is known."""
     if not (repo_root / ".git").exists():  # as in an image's build, which is told
-        return os.environ.get("DSV4_OVERLAY_COMMIT") or None, None
+        commit = os.environ.get("DSV4_OVERLAY_COMMIT") or None
+        return commit, None, "it is no git checkout; use a clone, or set DSV4_OVERLAY_COMMIT"
     try:
         import git
     except ImportError:  # it asks for the git program
-        return None, None
+        return None, None, "there is no git program; install git"
     try:
         repo = git.Repo(repo_root)
-        changed = repo.git.status("--porcelain", "--untracked-files=all", "--", "patches", "overlay", "VERSION")
-        return repo.head.commit.hexsha, bool(changed)
-    except (ValueError, git.GitError):
-        return None, None
+        # Without two settings of the user's, who may not want to be shown every file.
+        plain = repo.git(c="core.excludesFile=")
+        changed = plain.status("--porcelain", "--untracked-files=all", "--", "patches", "overlay", "VERSION")
+        return repo.head.commit.hexsha, bool(changed), ""
+    except (ValueError, git.GitError) as error:
+        if "dubious ownership" in str(error):
+            trust = f"git config --global --add safe.directory {shlex.quote(str(repo_root))}"
+            return None, None, f"git distrusts it because another user owns it; run {trust}"
+        return None, None, "git finds no commit in it; use a clone"
 
 
 def as_built(series: Series, root: Path) -> Series:
@@ -188,7 +196,8 @@ def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
             "sha256_after": None, "size_after": None,
         })  # fmt: skip
 
-    commit, dirty = _provenance(repo_root)
+    commit, dirty, why = _provenance(repo_root)
+    notes = [] if commit else [f"the commit of the overlay in {repo_root} is unknown and not recorded: {why}"]
     record = {
         "tool_version": TOOL_VERSION,
         "release": target.release,
@@ -205,4 +214,4 @@ def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
     if entries and entries[-1]["action"] == "updated":
         after = wheel_record(before, record_rows(record, data))
         changes.append(Change(listing, "updated", real, before, after, mode))
-    return Plan(target, changes, data, directories)
+    return Plan(target, changes, data, directories, notes)
