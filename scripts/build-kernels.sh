@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Build the native kernels into the overlay: build-kernels.sh [FILE.so]; docs/native-kernels.md.
+# usage: build-kernels.sh [FILE.so]
+#
+# Build the native kernels into the overlay, or into FILE.so; docs/native-kernels.md.
 #   DSV4_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
 #   CUDA_HOME         where nvcc is, if not on PATH
 # The headers come from the torch of the active Python, the oldest torch that the library serves is below.
@@ -12,7 +14,8 @@ stop() {
     exit 1
 }
 
-[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; what else there is, is at the top of $0."
+case ${1:-} in -h | --help) sed -n '2,7s/^# \?//p' "$0"; exit ;; esac
+[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; build-kernels.sh --help says the rest."
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 package=$repo/overlay/common/vllm/third_party/dsv4_kernels

@@ -4,12 +4,14 @@ The stand-in is Debian with the stock vLLM wheel, this environment's packages (a
 machine's CUDA compiler. What that does not prove: docs/deploy.md.
 """
 
+import fcntl
 import functools
 import hashlib
 import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +41,8 @@ def missing():
     return None
 
 
-needs_buildah = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def needs_buildah(test):
+    return pytest.mark.image(pytest.mark.skipif(missing() is not None, reason=str(missing()))(test))
 
 
 def test_bake_file_is_what_the_releases_say():
@@ -139,13 +142,24 @@ def test_revision_tells_of_what_is_not_committed(tmp_path):
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    """Where buildah keeps images: not with those of this machine."""
+    """Where buildah keeps images: not with those of this machine. No working container outlives the tests."""
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = tmp_path_factory.mktemp("buildah")
     (folder / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/store"\nrunroot = "{folder}/run"\n'
     )
-    return os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+    env = os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+
+    def remove_containers():
+        subprocess.run(["buildah", "rm", "--all"], env=env, check=True, stdout=subprocess.DEVNULL)
+
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run's containers would go, too
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        remove_containers()  # of a run that was killed
+        yield env
+        remove_containers()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
