@@ -13,22 +13,24 @@ ROOT = Path(__file__).resolve().parents[1]
 # The places that this machine is told to install from, and what it is told to leave out.
 PLAIN = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
 PYTHONS = re.findall(r"3\.\d+", re.search(r"Needs Linux, Python ([^`\n]*)", (ROOT / "README.md").read_text())[1])
-LISTED = subprocess.run(
-    ["git", "-C", ROOT, "ls-files", "*requirements*.txt", "docker/*.txt"], capture_output=True, text=True, check=True
-).stdout.split()
-SCRIPTS = subprocess.run(
-    ["git", "-C", ROOT, "ls-files", "*.sh"], capture_output=True, text=True, check=True
-).stdout.split()
-SOURCED = {"scripts/testenv.sh", "scripts/tools.sh"}
+FOR_OTHERS = {"scripts/testenv.sh", "scripts/tools.sh"}  # which these are called or sourced by
+
+
+def committed(*patterns):
+    done = subprocess.run(["git", "-C", ROOT, "ls-files", *patterns], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+LISTED = committed("*requirements*.txt", "docker/*.txt")
 
 
 def resolve(python, *arguments):
-    """What a plain index gives for `arguments` on `python`, as names and versions; in seconds, nothing installed."""
-    uv = [Path(sys.executable).with_name("uv"), "pip", "compile", "--no-config", "--no-python-downloads", "--quiet"]
+    """What a plain index gives for `arguments` on `python`, as names and versions; nothing is installed."""
+    uv = [Path(sys.executable).with_name("uv"), "pip", "compile", "--no-config", "--no-python-downloads"]
+    options = ["--python-version", python, "--python-platform", "linux", "--quiet", "--no-annotate", "--no-header"]
     done = subprocess.run(
-        [*uv, "--python-version", python, "--python-platform", "linux", "--no-annotate", "--no-header", *arguments],
-        capture_output=True, text=True, env=PLAIN, cwd=ROOT,
-    )  # fmt: skip
+        [*uv, *options, *arguments], capture_output=True, text=True, env=PLAIN, cwd=ROOT
+    )
     if re.search(r"dns error|client error \(Connect\)|timed out", done.stderr):
         pytest.skip("there is no package index: " + done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
@@ -40,7 +42,7 @@ def pins(text):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", sorted(LISTED))
 def test_requirements_resolve_on_a_plain_index(name, python):
     file = ROOT / name
     pinned = pins(file.read_text())
@@ -56,10 +58,10 @@ def test_requirements_resolve_on_a_plain_index(name, python):
 def test_pythons_are_those_that_are_tried():
     tried = re.search(r"^([\d. |]+)\) ;;$", (ROOT / "scripts/testenv.sh").read_text(), re.M)[1]
     assert tried.split(" | ") == PYTHONS and len(PYTHONS) >= 2
-    assert {"requirements-test.txt", "scripts/requirements.txt"} <= set(LISTED)
+    assert {"requirements-test.txt", "scripts/requirements.txt"} <= LISTED
 
 
-@pytest.mark.parametrize("script", sorted(set(SCRIPTS) - SOURCED))
+@pytest.mark.parametrize("script", sorted(committed("*.sh") - FOR_OTHERS))
 def test_help(script, tmp_path):
     done = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.lower().startswith("usage: ") and not done.stderr, done
