@@ -249,6 +249,41 @@ def config(buildah, image):
     return json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
 
 
+ENDING = """
+import os, signal, time
+from test_image import buildah, storage
+
+def test(buildah):
+    buildah("from", "scratch")
+    {end}
+"""
+
+
+@pytest.mark.image
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("buildah"), reason="there is no buildah, or no root")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_container_outlives_the_tests(name, tmp_path):
+    test = tmp_path / "test_it.py"
+    pytest_again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", tmp_path / "temporary"]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "tests/deploy")}
+    store = tmp_path / "cache/vllm-dsv4-overlay/stand-in/store"
+
+    def containers_after(end):
+        test.write_text(ENDING.format(end=end))
+        done = subprocess.run([*pytest_again, test], capture_output=True, text=True, env=env, cwd=tmp_path)
+        print(done.stdout)
+        listing = ["buildah", "--root", store, "containers", "--quiet"]
+        return done.returncode, subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
+
+    ended, left = containers_after(f"os.kill(os.getpid(), signal.{name}); time.sleep(60)")
+    if name == "SIGKILL":  # what that left, the next run removes
+        assert ended == -signal.SIGKILL and len(left) == 1
+        ended, left = containers_after("raise ValueError")
+        assert (ended, left) == (1, [])
+    else:
+        assert (ended, left) == (2, [])
+
+
 @needs_buildah
 def test_the_build_checked_itself(buildah, container, image):
     facts = json.loads(container("cat", "/usr/share/vllm-dsv4-overlay/provenance.json"))
