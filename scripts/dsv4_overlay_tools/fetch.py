@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import sys
 import tarfile
@@ -78,7 +77,9 @@ def _without_passwords(text: str) -> str:
 
 def _download(release: str, folder: Path) -> Path:
     """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
-    import unearth  # half a second that only a download should cost
+    import ssl  # and half a second that only a download should cost
+
+    import unearth
     from unearth.fetchers import PyPIClient
 
     sources = pip_sources()

@@ -4,12 +4,14 @@ The stand-in is Debian with the stock vLLM wheel, this environment's packages (a
 machine's CUDA compiler. What that does not prove: docs/deploy.md.
 """
 
+import fcntl
 import functools
 import hashlib
 import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +41,8 @@ def missing():
     return None
 
 
-needs_buildah = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def needs_buildah(test):
+    return pytest.mark.image(pytest.mark.skipif(missing() is not None, reason=str(missing()))(test))
 
 
 def test_bake_file_is_what_the_releases_say():
@@ -139,13 +142,24 @@ def test_revision_tells_of_what_is_not_committed(tmp_path):
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory):
-    """Where buildah keeps images: not with those of this machine."""
+    """Where buildah keeps images: not with those of this machine. No working container outlives the tests."""
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = tmp_path_factory.mktemp("buildah")
     (folder / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/store"\nrunroot = "{folder}/run"\n'
     )
-    return os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+    env = os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+
+    def remove_containers():
+        subprocess.run(["buildah", "rm", "--all"], env=env, check=True, stdout=subprocess.DEVNULL)
+
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run's containers would go, too
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        remove_containers()  # of a run that was killed
+        yield env
+        remove_containers()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +247,41 @@ def container(buildah, image):
 
 def config(buildah, image):
     return json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+
+
+ENDING = """
+import os, signal, time
+from test_image import buildah, storage
+
+def test(buildah):
+    buildah("from", "scratch")
+    {end}
+"""
+
+
+@pytest.mark.image
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("buildah"), reason="there is no buildah, or no root")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_container_outlives_the_tests(name, tmp_path):
+    test = tmp_path / "test_it.py"
+    pytest_again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", tmp_path / "temporary"]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "tests/deploy")}
+    store = tmp_path / "cache/vllm-dsv4-overlay/stand-in/store"
+
+    def containers_after(end):
+        test.write_text(ENDING.format(end=end))
+        done = subprocess.run([*pytest_again, test], capture_output=True, text=True, env=env, cwd=tmp_path)
+        print(done.stdout)
+        listing = ["buildah", "--root", store, "containers", "--quiet"]
+        return done.returncode, subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
+
+    ended, left = containers_after(f"os.kill(os.getpid(), signal.{name}); time.sleep(60)")
+    if name == "SIGKILL":  # what that left, the next run removes
+        assert ended == -signal.SIGKILL and len(left) == 1
+        ended, left = containers_after("raise ValueError")
+        assert (ended, left) == (1, [])
+    else:
+        assert (ended, left) == (2, [])
 
 
 @needs_buildah
