@@ -18,7 +18,7 @@ stop() {
     exit 1
 }
 
-repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." && pwd)
 package=$repo/overlay/common/vllm/third_party/dsv4_kernels
 out=$package/lib/libdsv4_kernels.so
 

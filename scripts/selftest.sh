@@ -13,7 +13,7 @@ END
     ;;
 esac
 [[ $# -le 1 && ${1:-} != -* ]] || { echo "error: give at most one argument, a folder." >&2; exit 1; }
-source "$(dirname "$0")/testenv.sh"
+source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 exec 9>&- # the packages are there
 tree=$(applied "${VLLM_RELEASE:-0.22.1}" "${1:-}")
 cd "$repo" # away from any folder named vllm

@@ -15,7 +15,7 @@ END
     exit
     ;;
 esac
-source "$(dirname "$0")/testenv.sh"
+source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 cd "$repo"
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # vLLM keeps Triton without a GPU only if none is meant to be visible; kernels are interpreted.

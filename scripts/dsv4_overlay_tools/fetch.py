@@ -77,9 +77,9 @@ def _without_passwords(text: str) -> str:
 
 def _download(release: str, folder: Path) -> Path:
     """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
-    import ssl  # and half a second that only a download should cost
+    import ssl
 
-    import unearth
+    import unearth  # half a second that only a download should cost
     from unearth.fetchers import PyPIClient
 
     sources = pip_sources()

@@ -212,7 +212,7 @@ def test_git_without_tags_is_known_by_the_pinned_commit(engine, tmp_path):
     git(target, "tag", "-d", "v1.0.0")
     pins = engine.root / f"patches/{RELEASE}/release.toml"
     pins.write_text(pins.read_text().replace("0" * 40, git(target, "rev-parse", "HEAD")))
-    assert engine.ok(target)["notes"] == []
+    assert not [note for note in engine.ok(target)["notes"] if " tag " in note]
 
 
 def test_commit_without_git(engine, tmp_path, monkeypatch):

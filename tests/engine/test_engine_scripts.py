@@ -156,6 +156,12 @@ def test_help(script, ready, tmp_path):
         path.name for path in (tmp_path / "cache/vllm-dsv4-overlay").glob("venv-*")]  # fmt: skip
 
 
+@pytest.mark.parametrize("script", EVERY)
+def test_what_is_beside_a_script_is_found_through_a_link(script):
+    """What --help does not show: the path of the script is always resolved first."""
+    assert not re.search(r'dirname (-- )?"?\$0', (ROOT / script).read_text())
+
+
 @pytest.mark.parametrize("script", ["apply-patches.sh", "check-series.sh"])
 def test_ctrl_c_at_any_moment_of_the_start(ready, copied, tmp_path, script):
     """Of the shell, of two Pythons and of their imports: one sentence, no traceback."""
