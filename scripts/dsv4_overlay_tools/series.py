@@ -299,7 +299,7 @@ def load_series(folder: Path) -> Series:
         raise _bad(str(error.filename), f"cannot be read ({error.strerror})") from None
     except (TOMLKitError, UnicodeDecodeError) as error:
         raise _bad(str(pins), f"is not TOML ({error})") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _bad(str(pins), f"lacks or misuses the key {error}") from None
     for path in series.relied_on:
         if check_path(str(pins), path) in series.files:

@@ -447,6 +447,12 @@ def test_a_patch_that_does_not_fit_its_own_pristine_file(engine, tmp_path):
     assert (error["path"], error["line"]) == ("vllm/config.py", 3)
 
 
+def edit_pins(folder, old, new):
+    text = (folder / "release.toml").read_text()
+    assert old in text
+    (folder / "release.toml").write_text(text.replace(old, new))
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -454,6 +460,11 @@ def test_a_patch_that_does_not_fit_its_own_pristine_file(engine, tmp_path):
         lambda folder: (folder / "series").unlink(),
         lambda folder: (folder / "release.toml").write_text("release = "),
         lambda folder: (folder / "release.toml").write_text('release = "1.0.0"\n'),
+        lambda folder: edit_pins(folder, "[files]", "files = 'none'\n[other]"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[[relied_on]]"),
+        lambda folder: edit_pins(folder, '[also."0.9.9"]', "also = 1\n[other]"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[relied_on]\n'vllm/config.py' = ''"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[relied_on]\n'../config.py' = ''"),
         lambda folder: (folder / "rest.patch").write_bytes(b"not a header\n"),
         lambda folder: (folder / "rest.patch").write_bytes(header([]) + b"Hooks: again\n"),
     ],
