@@ -72,19 +72,20 @@ def _bound(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 def defines(path: str, name: str, files: Files) -> bool:
     """Whether the module at `path` has `name` after it is run."""
-    bound = _bound(_parse(files[path]).body)
+    body = _parse(files[path]).body
+    bound = _bound(body)
     if name in bound:
         return True
     if "__getattr__" in bound:  # it makes names when they are asked for
         return re.search(rf"\b{re.escape(name)}\b".encode(), files[path]) is not None
-    star = bound.get("*")
-    source = star and module_path(_absolute(star, path), files)
-    return bool(source) and defines(source, name, files)
+    stars = [node for node in _statements(body) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    sources = [module_path(_absolute(node, path), files) for node in stars]
+    return any(source and defines(source, name, files) for source in sources)
 
 
 def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Need]]:
-    """How many names the overlay file at `path` imports from vLLM, or names in a string as a module, and those
-    that `files` lack. `ours` are all files of the overlay."""
+    """How many names the overlay file at `path` imports from vLLM, or has as the text of a string, and those that
+    `files` lack. `ours` are all files of the overlay."""
     tree = _parse(ours[path])
     top = {id(node) for node in _statements(tree.body)}
     types_only = {id(inner) for node in ast.walk(tree) if _for_types_only(node)

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 from . import fetch
 from .errors import Refusal
 from .maintain import pristine_from_archive, pristine_from_folder, upstream_sign
-from .names import missing_imports, missing_overrides
+from .names import Need, missing_imports, missing_overrides
 from .series import (
     FileDiff,
     Hunk,
@@ -136,19 +136,16 @@ def check_hunk(patch: Patch, diff: FileDiff, hunk: Hunk, pristine: dict[str, byt
 
 
 def check_overlay(
-    path: str, pristine: dict[str, bytes], ours: dict[str, bytes], of_base: Callable[[], dict[str, bytes] | None]
+    path: str, pristine: dict[str, bytes], ours: dict[str, bytes], elsewhere: Callable[[str, Need], bool]
 ) -> list[Finding]:
     """One finding for each name that an overlay file needs of vLLM and that is not there; one if all are.
 
-    `of_base` gives the files of the release that the overlay serves, if they can be had: what a function imports
-    that they lack too, it imports on other releases only.
+    `elsewhere` says of a name that a function of the file at a path imports, whether only other releases need it.
     """
     found = []
     for what, missing_names in (("imports from", missing_imports), ("overrides in", missing_overrides)):
         count, missing = missing_names(path, pristine, ours)
-        if any(need.later for need in missing) and (files := of_base()) is not None:
-            elsewhere = missing_names(path, files, ours)[1]
-            missing = [need for need in missing if not (need.later and need in elsewhere)]
+        missing = [need for need in missing if not (need.later and elsewhere(path, need))]
         found += [Finding("changed", f"{path}:{need.line}", "overlay", fits=False, lines=[f"- {need.what}"])
                   for need in missing]  # fmt: skip
         if count and not missing:
@@ -169,13 +166,23 @@ def check_relied_on(pins: dict[str, str], pristine: dict[str, bytes]) -> list[Fi
 
 
 def check_release(
-    root: Path, base: Series, pristine: dict[str, bytes], of_base: Callable[[], dict[str, bytes] | None]
+    root: Path, base: Series, pristine: dict[str, bytes], source_of: Callable[[str], dict[str, bytes] | None]
 ) -> list[Finding]:
-    """What became of every seam of `base`, whose files `of_base` gives, in the vLLM whose files are `pristine`."""
+    """What became of every seam of `base` in the vLLM whose files are `pristine`.
+
+    `source_of` gives the files of a release that has a series, if they can be had.
+    """
     found = [finding for patch in base.patches for finding in check_patch(patch, base.files, pristine)]
     ours = {path: file.data for path, file in load_overlay(root, base).items() if path.endswith(".py")}
+
+    def elsewhere(path: str, need: Need) -> bool:
+        lacking = {folder.name: need in missing_imports(path, files, ours)[1] for folder in release_folders(root)
+                   if (files := source_of(folder.name)) is not None}  # fmt: skip
+        # Without it the base is served, so it does without; but a name that none has is a mistake.
+        return lacking.get(base.release, False) and not all(lacking.values())
+
     for path in sorted(ours):
-        found += check_overlay(path, pristine, ours, of_base)
+        found += check_overlay(path, pristine, ours, elsewhere)
     return found + check_relied_on(base.relied_on, pristine)
 
 
@@ -222,15 +229,16 @@ def check_release_main(argv: list[str], root: Path) -> int:
         return 2
 
     @functools.cache
-    def of_base() -> dict[str, bytes] | None:
-        if args.release == base.release:
+    def source_of(release: str) -> dict[str, bytes] | None:
+        if release == args.release:
             return pristine
         try:
-            return pristine_from_archive(fetch.archive(base, base.release, download=not args.pristine))
+            series = load_series(root / "patches" / release)
+            return pristine_from_archive(fetch.archive(series, release, download=not args.pristine))
         except Refusal:
             return None
 
-    findings = check_release(root, base, pristine, of_base)
+    findings = check_release(root, base, pristine, source_of)
     print(f"vLLM {args.release} ({origin}) against the series of {base.release}")
     for finding in findings:
         print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")

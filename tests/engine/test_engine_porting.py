@@ -128,7 +128,7 @@ def test_what_the_overlay_imports(ask, source, missing):
         ("name: int = 1\n", True),
         ("from os import (\n    path,\n    sep as name,\n)\n", True),
         ("from .untouched import *\n", False),
-        ("from vllm.sub.untouched import *\nfrom vllm.sub.star import *\n", True),
+        ("from vllm.sub.star import *\nfrom vllm.sub.untouched import *\n", True),
         ("def __getattr__(x):\n    return TABLE[x]\nTABLE = {'name': 1}\n", True),
         ("def __getattr__(x):\n    return TABLE[x]\nTABLE = {'names': 1}\n", False),
         ("# name = 1\nother(name=1)\ndef f():\n    name = 1\n", False),
@@ -142,28 +142,38 @@ def test_what_a_module_defines(ask, module, there):
     assert ask(PRISTINE | files)[0] == (not there)
 
 
-def test_what_other_releases_import_is_not_missing(ask, monkeypatch):
-    """A function that runs on some releases only; a module that cannot be imported at all is another matter."""
-    later, at_once = b"def f():\n    from vllm.sub.untouched import old\n", b"from vllm.sub.untouched import old\n"
-    for source, of_base, status in (
-        (later, b"value = 1\n", 0),
-        (later, b"old = 1\n", 1),
-        (later, None, 1),  # not to be had without a network
-        (at_once, b"value = 1\n", 1),
-    ):
-        write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": source})
+WITH, WITHOUT = b"old = 1\n", b"value = 1\n"
 
-        def archive(series, release, *, download, of_base=of_base):
-            assert (release, download) == (RELEASE, False)
-            if of_base is None:
-                raise porting.Refusal("download-failed", "It is not here.")
 
-        monkeypatch.setattr(porting.fetch, "archive", archive)
-        files = PRISTINE | {"vllm/sub/untouched.py": of_base}
-        monkeypatch.setattr(porting, "pristine_from_archive", lambda _, files=files: files)
-        assert ask(PRISTINE)[0] == status, (source, of_base)
-    write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": later})
-    assert ask(PRISTINE, RELEASE)[0] == 0  # that is the base
+@pytest.mark.parametrize(
+    ("indent", "of_base", "of_other", "status"),
+    [
+        ("def f():\n    ", WITHOUT, WITH, 0),
+        ("def f():\n    ", WITHOUT, WITHOUT, 1),  # a name that none has
+        ("def f():\n    ", WITH, WITH, 1),  # the base needs it
+        ("def f():\n    ", None, WITH, 1),  # not to be had without a network
+        ("def f():\n    ", WITHOUT, None, 1),
+        ("", WITHOUT, WITH, 1),  # the file cannot be imported
+    ],
+)
+def test_what_other_releases_import_is_not_missing(ask, monkeypatch, indent, of_base, of_other, status):
+    """As in a check of the self-test that runs on some releases only."""
+    make_repo(ask.repo, release="0.5.0", overlay={})
+    source = f"{indent}from vllm.sub.untouched import old\n".encode()
+    write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": source})
+    sources = {RELEASE: of_base, "0.5.0": of_other}
+
+    def archive(series, release, *, download):
+        assert not download
+        if sources[release] is None:
+            raise porting.Refusal("download-failed", "It is not here.")
+        return release
+
+    monkeypatch.setattr(porting.fetch, "archive", archive)
+    monkeypatch.setattr(porting, "pristine_from_archive", lambda name: {"vllm/sub/untouched.py": sources[name]})
+    assert ask(PRISTINE)[0] == status
+    if of_base == WITHOUT:  # asked of the base itself
+        assert ask(PRISTINE, RELEASE)[0] == status
 
 
 MIXIN = """
