@@ -121,9 +121,9 @@ def purge_bytecode(root: Path, path: str, real: Path) -> None:
 
 def empty(folder: Path) -> None:
     """Remove the folder and the plain files in it."""
-    if folder.is_dir():
-        for item in sorted(folder.iterdir()):
-            os.unlink(item)
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder)):
+            os.unlink(folder / name)
         os.rmdir(folder)
 
 

@@ -104,14 +104,16 @@ def _signals_wait() -> Iterator[Callable[[], None]]:
 def state_of(root: Path) -> str:
     """The state of the table above. Raises Refusal: symlink-escape, record-lost for the last row."""
     resolve(root, STATE_DIR)
-    if not os.path.lexists(root / STATE_DIR):
+    try:
+        found = {f"{STATE_DIR}/{name}" for name in os.listdir(root / STATE_DIR)}
+    except FileNotFoundError:
         return "clean"
-    if (root / JOURNAL).exists():
+    if JOURNAL in found:
         return "changing"
-    if (root / RECORD).exists():
+    if RECORD in found:
         return "applied"
     # staged/ comes before originals/ and goes after it, so that this is not a run that died.
-    if (root / ORIGINALS).exists() and not (root / STAGED).exists():
+    if ORIGINALS in found and STAGED not in found:
         raise Refusal(
             "record-lost",
             f"{RECORD} is gone but {ORIGINALS}/ is there, so what was changed is unknown; install "
@@ -178,11 +180,13 @@ def _put_on(plan: Plan, stop: Callable[[], None]) -> None:
 
 def _expect(change: Change) -> None:
     """Raise Stopped unless the place is as it was when the plan was made."""
-    if change.before is None:
-        if os.path.lexists(change.real):
-            raise Stopped("file-in-the-way", f"{change.path} appeared while this ran", change.path)
-    elif read(change.real) != change.before:
-        raise Stopped("source-changed", f"{change.path} was edited while this ran", change.path)
+    if change.before is not None:
+        if read(change.real) != change.before:
+            raise Stopped("source-changed", f"{change.path} was edited while this ran", change.path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(change.real)
+        raise Stopped("file-in-the-way", f"{change.path} appeared while this ran", change.path)
 
 
 # ---------------------------------------------------------------- taking off
@@ -244,8 +248,8 @@ def _put_back(target: Target, state: str) -> list[str]:
     moved: list[tuple[Path, Path]] = []
 
     def move(source: Path, place: Path) -> None:
+        moved.append((source, place))  # first: a call can fail and have its effect
         os.replace(source, place)
-        moved.append((source, place))
 
     try:
         if state == "applied":
@@ -266,7 +270,8 @@ def _put_back(target: Target, state: str) -> list[str]:
             sync(folder)
     except BaseException:
         for source, place in reversed(moved):
-            os.replace(place, source)
+            with contextlib.suppress(FileNotFoundError):  # a move that had no effect; no place was taken before
+                os.replace(place, source)
         if state == "applied":
             with contextlib.suppress(OSError):
                 os.rmdir(root / STAGED)
@@ -356,7 +361,7 @@ def _told(target: Target, error: OSError | Stopped, wanted: str) -> Refusal:
     late = ""
     if isinstance(error, OSError):
         path = str(error.filename2 or error.filename or target.root)
-        error = Stopped("not-writable", f"Writing {path} failed ({error.strerror})", path)
+        error = Stopped("not-writable", f"Reading or writing {path} failed ({error.strerror})", path)
         late = ", but the disk may not have it yet: run --status after a power cut"
     state = state_of(target.root)
     if state == "changing" and all(now in ("before", "replaced") for _, now, _ in survey(target)):
