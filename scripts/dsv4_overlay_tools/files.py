@@ -78,7 +78,8 @@ def write(path: Path, data: bytes, mode: int, *, like: Path, mtime_ns: int) -> N
             view = view[os.write(fd, view) :]
         _give(fd, found)
         if stat.S_ISREG(found.st_mode):
-            shutil.copystat(like, path)
+            with contextlib.suppress(PermissionError):  # SELinux may keep its labels to itself
+                shutil.copystat(like, path)
         os.fchmod(fd, mode)  # after chown, which clears setuid bits
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         os.fsync(fd)

@@ -9,7 +9,9 @@ import time
 
 import pytest
 from dsv4_overlay_tools import cli, transaction
-from smallworld import ROOT, copy, make_repo, make_target, snapshot
+from dsv4_overlay_tools.errors import Refusal
+from dsv4_overlay_tools.target import Target
+from smallworld import RELEASE, ROOT, copy, make_repo, make_target, snapshot
 
 # Every system call by which the engine changes a tree or waits for the disk.
 STEPS = ("open", "write", "fchmod", "chmod", "utime", "fsync", "replace", "mkdir", "unlink",
@@ -164,6 +166,41 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     assert {str(tree / transaction.STAGED), str(tree / transaction.ORIGINALS)} <= before
     assert calls[begin + 1] == ("sync", str(tree / transaction.STATE_DIR))
     assert calls[end + 1] == ("sync", str(tree / transaction.STATE_DIR))
+
+
+@pytest.mark.parametrize("state, recovered, reverted", [
+    ("clean", "clean", "clean"),
+    ("begun", "clean", "clean"),
+    ("changing", "clean", "clean"),
+    ("applied", "applied", "clean"),
+    ("lost", "record-lost", "record-lost"),
+])  # fmt: skip
+def test_the_table_of_states(engine, tmp_path, state, recovered, reverted):
+    """The one in transaction.py, made here from an applied tree by hand."""
+    root = make_target(tmp_path / "t", "source")
+    pristine = snapshot(root)
+    engine.ok(root)
+    applied = snapshot(root)
+    if state not in ("applied", "changing"):
+        engine.ok(root, "--revert")
+    if state in ("begun", "lost"):
+        (root / transaction.ORIGINALS).mkdir(parents=True)
+        if state == "begun":
+            (root / transaction.STAGED).mkdir()
+    if state == "changing":
+        (root / transaction.RECORD).rename(root / transaction.JOURNAL)
+    for function, reached in ((transaction.recover, recovered), (transaction.revert, reverted)):
+        tree = copy(root, tmp_path / function.__name__)
+        target = Target(tree, "source", RELEASE)
+        if state == "lost":
+            with pytest.raises(Refusal) as refusal:
+                function(target)
+            assert refusal.value.code == reached
+            continue
+        assert transaction.state_of(tree) == state
+        function(target)
+        assert transaction.state_of(tree) == reached
+        assert snapshot(tree) == (applied if reached == "applied" else pristine)
 
 
 def test_an_edit_after_the_crash_is_not_lost(engine, tmp_path):
