@@ -97,12 +97,12 @@ class World:
         del self.snapshots["clean"]["vllm/__pycache__/config.cpython-311.pyc"]
 
     def cut(self, start, argv):
-        """A copy of `start` in which `argv` was killed when it had changed one of several files."""
+        """A copy of `start` in which `argv` was killed when it had changed or moved away the first file."""
         step = 1
         while True:
             tree = copy(start, self.folder / f"cut{step}")
             injected(step, "SIGKILL", [tree, *argv], self.engine.root, os.devnull)
-            if (tree / "vllm/config.py").read_bytes() != (start / "vllm/config.py").read_bytes():
+            if self.seen(tree).get("vllm/config.py") != self.seen(start)["vllm/config.py"]:
                 return tree
             shutil.rmtree(tree)
             step += 1
