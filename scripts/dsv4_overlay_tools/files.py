@@ -78,7 +78,8 @@ def write(path: Path, data: bytes, mode: int, *, like: Path, mtime_ns: int) -> N
             view = view[os.write(fd, view) :]
         _give(fd, found)
         if stat.S_ISREG(found.st_mode):
-            shutil.copystat(like, path)
+            with contextlib.suppress(PermissionError):  # SELinux may keep its labels to itself
+                shutil.copystat(like, path)
         os.fchmod(fd, mode)  # after chown, which clears setuid bits
         os.utime(fd, ns=(mtime_ns, mtime_ns))
         os.fsync(fd)
@@ -121,9 +122,9 @@ def purge_bytecode(root: Path, path: str, real: Path) -> None:
 
 def empty(folder: Path) -> None:
     """Remove the folder and the plain files in it."""
-    if folder.is_dir():
-        for item in sorted(folder.iterdir()):
-            os.unlink(item)
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(os.listdir(folder)):
+            os.unlink(folder / name)
         os.rmdir(folder)
 
 

@@ -49,21 +49,20 @@ def seal(record: dict) -> bytes:
 def read_record(root: Path) -> tuple[dict, bytes]:
     """The record, or the journal while there is one, and its bytes.
 
-    Raises Refusal: record-format if it was written by another version of this tool, record-lost if it
-    cannot be read or is not as it was written.
+    Raises OSError, and Refusal: record-format if it was written by another version of this tool, record-lost if it
+    is not as it was written.
     """
-    path = JOURNAL if (root / JOURNAL).exists() else RECORD
+    path = JOURNAL
     try:
         data = read(root / path)
-    except OSError as error:
-        raise Refusal(
-            "record-lost", f"{path} in {root} cannot be read ({error.strerror}); install vLLM afresh.", path=path
-        ) from None
+    except FileNotFoundError:
+        path = RECORD
+        data = read(root / path)
     try:
         record = json.loads(data)
         written, sealed = record["tool_version"], seal({k: v for k, v in record.items() if k != "sha256"})
     except (ValueError, LookupError, TypeError, AttributeError):
-        written, sealed = TOOL_VERSION, b""
+        written, sealed = TOOL_VERSION, None
     if written != TOOL_VERSION:
         raise Refusal(
             "record-format",
@@ -119,7 +118,7 @@ def _wheel_after(root: Path, entry: dict, record: dict, data: bytes) -> bytes | 
     """What the wheel's RECORD holds after apply; None if its original is gone."""
     try:
         before = read(root / kept(ORIGINALS, entry["path"]))
-    except OSError:
+    except FileNotFoundError:
         return None
     return wheel_record(before, record_rows(record, data))
 
@@ -170,7 +169,7 @@ def original_lost(root: Path, entry: dict) -> Refusal | None:
     if not entry["sha256_before"]:
         return None
     place = root / kept(ORIGINALS, entry["path"])
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         if sha256(read(place)) == entry["sha256_before"]:
             return None
     return Refusal(

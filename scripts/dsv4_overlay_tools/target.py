@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import csv
 import hashlib
 import json
@@ -245,9 +244,12 @@ def check_index(target: Target, series: Series) -> None:
 def check_relied_on(target: Target, series: Series) -> None:
     """Raise Refusal(source-changed) if a file that the overlay calls, and does not patch, is not as pinned."""
     for path, pin in series.relied_on.items():
-        found = None
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
             found = sha256(read(target.root / path))
+        except PermissionError:
+            raise
+        except OSError:  # it is not there, or no plain file
+            found = None
         if found != pin:
             raise Refusal(
                 "source-changed",

@@ -2,29 +2,30 @@
 
 Everything the tool keeps in the target lies in vllm/_dsv4_overlay/:
 
-    staged/        the other version of a file: before its place is taken, and while it is taken back
+    staged/        new contents before they are put in place; when taken off, what was in place
     originals/     the files as they were; --revert needs nothing else
     journal.json   what is being changed
     record.json    what was changed: the same bytes under another name
 
-What is in it says in which state the tree is, and the state alone says what may be done. It is never
-left between two rows: one rename, or one removal, leads from each to the next.
+What is in it tells the state of the tree, and the state alone decides what is done. One rename, or one
+folder made or removed, leads from each state to the next, so a run can die anywhere.
 
-    state      how to tell it             files of vLLM               recover()             revert()
-    clean      no vllm/_dsv4_overlay      as released                 -                     -
-    begun      neither of the two files   as released                 clears                clears
-    changing   journal.json               each as before or after     puts back, clears     puts back, clears
-    applied    record.json                each as after               -                     puts back, clears
-    (lost)     originals/ alone           unknown                     refuses               refuses
+    state      how to tell it             files of vLLM             recover()            revert()
+    clean      no vllm/_dsv4_overlay      as released               -                    -
+    begun      neither of the two files   as released               clears               clears
+    changing   journal.json               each as before or after   puts back, clears    puts back, clears
+    applied    record.json                each as after             -                    puts back, clears
+    (lost)     originals/ alone           unknown                   refuses              refuses
 
-apply() goes from clean through begun (writes staged/ and originals/) and changing (each staged file is
-renamed over its place) to applied. To put back begins with a rename of record.json to journal.json, if
-need be, and moves each file: what is there to staged/, then the original to its place. Renames need no
-room on the disk and can be undone, so what cannot be finished is: revert() then stays at applied. To
-clear removes the folder, the journal last.
+To apply: write staged/ and originals/ (begun), let the journal appear (changing), rename each staged file over
+its place, rename the journal to record.json (applied).
 
-When something fails, or Ctrl-C is pressed, apply() does what recover() would. What is said then is told
-by the state that was reached (_told), not by where the failure was.
+To put back: rename record.json to journal.json, if there is one; for each file, move what is there to staged/ and
+the original to its place. Renames need no room on the disk, and if one fails, those before it are undone: a tree
+that was applied stays applied. To clear: remove the folder, the journal last.
+
+When apply fails or is interrupted, what recover() does is done. What is then said depends on the state that was
+reached, not on where the failure was.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ def _signals_wait() -> Iterator[Callable[[], None]]:
 def state_of(root: Path) -> str:
     """The state of the table above. Raises Refusal: symlink-escape, record-lost for the last row."""
     resolve(root, STATE_DIR)
-    if not os.path.lexists(root / STATE_DIR):
+    try:
+        found = {f"{STATE_DIR}/{name}" for name in os.listdir(root / STATE_DIR)}
+    except FileNotFoundError:
         return "clean"
-    if (root / JOURNAL).exists():
+    if JOURNAL in found:
         return "changing"
-    if (root / RECORD).exists():
+    if RECORD in found:
         return "applied"
     # staged/ comes before originals/ and goes after it, so that this is not a run that died.
-    if (root / ORIGINALS).exists() and not (root / STAGED).exists():
+    if ORIGINALS in found and STAGED not in found:
         raise Refusal(
             "record-lost",
             f"{RECORD} is gone but {ORIGINALS}/ is there, so what was changed is unknown; install "
@@ -178,11 +181,13 @@ def _put_on(plan: Plan, stop: Callable[[], None]) -> None:
 
 def _expect(change: Change) -> None:
     """Raise Stopped unless the place is as it was when the plan was made."""
-    if change.before is None:
-        if os.path.lexists(change.real):
-            raise Stopped("file-in-the-way", f"{change.path} appeared while this ran", change.path)
-    elif read(change.real) != change.before:
-        raise Stopped("source-changed", f"{change.path} was edited while this ran", change.path)
+    if change.before is not None:
+        if read(change.real) != change.before:
+            raise Stopped("source-changed", f"{change.path} was edited while this ran", change.path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(change.real)
+        raise Stopped("file-in-the-way", f"{change.path} appeared while this ran", change.path)
 
 
 # ---------------------------------------------------------------- taking off
@@ -220,15 +225,13 @@ def _take_off(target: Target, *, finished: bool) -> list[str]:
     """The last columns of the table: those of recover(), or if `finished` those of revert()."""
     notes: list[str] = []
     match state_of(target.root):
-        case "clean":
-            return notes
         case "begun":
             _refuse_strangers(target.root)
         case "changing":
             notes = _put_back(target, "changing")
         case "applied" if finished:
             notes = _put_back(target, "applied")
-        case "applied":
+        case "clean" | "applied":
             return notes
     _clear(target.root)
     return notes
@@ -244,8 +247,8 @@ def _put_back(target: Target, state: str) -> list[str]:
     moved: list[tuple[Path, Path]] = []
 
     def move(source: Path, place: Path) -> None:
+        moved.append((source, place))  # first: a call can fail and have its effect
         os.replace(source, place)
-        moved.append((source, place))
 
     try:
         if state == "applied":
@@ -259,14 +262,15 @@ def _put_back(target: Target, state: str) -> list[str]:
                 move(reals[path], staged)
                 if read(staged) != data:
                     raise Stopped("edited-since-apply", f"{path} was edited while this ran", path)
-            if entry["sha256_before"]:
+            if entry["sha256_before"]:  # else it was added
                 move(root / kept(ORIGINALS, path), reals[path])
             purge_bytecode(root, path, reals[path])
         for folder in {real.parent for real in reals.values()}:
             sync(folder)
     except BaseException:
         for source, place in reversed(moved):
-            os.replace(place, source)
+            with contextlib.suppress(FileNotFoundError):  # a move that had no effect; no place was taken before
+                os.replace(place, source)
         if state == "applied":
             with contextlib.suppress(OSError):
                 os.rmdir(root / STAGED)
@@ -356,7 +360,7 @@ def _told(target: Target, error: OSError | Stopped, wanted: str) -> Refusal:
     late = ""
     if isinstance(error, OSError):
         path = str(error.filename2 or error.filename or target.root)
-        error = Stopped("not-writable", f"Writing {path} failed ({error.strerror})", path)
+        error = Stopped("not-writable", f"Reading or writing {path} failed ({error.strerror})", path)
         late = ", but the disk may not have it yet: run --status after a power cut"
     state = state_of(target.root)
     if state == "changing" and all(now in ("before", "replaced") for _, now, _ in survey(target)):
