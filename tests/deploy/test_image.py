@@ -273,9 +273,9 @@ def install(folder, *packages):
 
 def add_vllm(release, folder):
     install(folder, f"vllm=={release}")
-    program = (folder / SITE / "bin/vllm").read_text().split("\n", 1)[1]
-    (folder / "usr/local/bin/vllm").write_text(f"#!/usr/bin/python3\n{program}")
-    (folder / "usr/local/bin/vllm").chmod(0o755)
+    program = folder / "usr/local/bin/vllm"  # which pip makes for the Python that it runs in
+    program.write_text("#!/usr/bin/python3\nfrom vllm.entrypoints.cli.main import main\n\nmain()\n")
+    program.chmod(0o755)
     old = "0.6.11.post2+cu130"  # named as in the real one, but empty
     info = folder / SITE / f"flashinfer_jit_cache-{old}.dist-info"
     info.mkdir()
@@ -286,14 +286,19 @@ def add_vllm(release, folder):
 @pytest.fixture(scope="module")
 def bases(buildah):
     """The names of the stand-ins by release, which are made once and kept."""
-    recipe = "".join(map(inspect.getsource, (make_root, install, add_vllm))) + PACKAGES + "".join(SERVING)
-    key = hashlib.sha256((recipe + (ROOT / "requirements-test.txt").read_text()).encode()).hexdigest()[:12]
+    requirements = (ROOT / "requirements-test.txt").read_text()
 
-    def make(name, parent, fill):
+    def make(what, parent, fill, *recipe):
+        key = hashlib.sha256("".join((parent, requirements, *map(str, recipe))).encode()).hexdigest()[:12]
+        name = f"localhost/stand-in-{what}:{key}"
         if buildah("inspect", "--type", "image", name, check=False).returncode == 0:
             return name
         work = buildah("from", "--pull-never", parent)
-        fill(Path(buildah("mount", work)))
+        try:
+            fill(Path(buildah("mount", work)))
+        except BaseException:
+            buildah("rm", work)
+            raise
         certificates = "/etc/ssl/certs/ca-certificates.crt"
         env = {"PATH": "/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
                "SSL_CERT_FILE": certificates, "PIP_CERT": certificates}  # fmt: skip
@@ -305,9 +310,10 @@ def bases(buildah):
         buildah("commit", "--quiet", "--rm", work, name)
         return name
 
-    root = make(f"localhost/stand-in-root:{key}", "scratch", make_root)
+    sources = map(inspect.getsource, (make_root, install))
+    root = make("root", "scratch", make_root, *sources, PACKAGES, SERVING)
     return {
-        release: make(f"localhost/stand-in-{release}:{key}", root, functools.partial(add_vllm, release))
+        release: make(release, root, functools.partial(add_vllm, release), inspect.getsource(add_vllm))
         for release in (RELEASE, NEWEST)
     }
 
