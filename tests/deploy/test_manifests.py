@@ -457,9 +457,6 @@ def test_wrong_settings(variant, old, new, words):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
 
 
-OPTION = "enable-prefix-caching: true"
-
-
 @pytest.mark.parametrize(
     "new, words",
     [
@@ -471,7 +468,8 @@ OPTION = "enable-prefix-caching: true"
     ],
 )
 def test_wrong_options(variant, new, words):
-    done = variant(OPTION, new, "vllm.yaml")
+    options = (FOLDER / "h200x8/vllm.yaml").read_text()
+    done = variant(options, new, "vllm.yaml")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr
 
 
