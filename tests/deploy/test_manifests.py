@@ -215,7 +215,7 @@ def test_parts_fit_together(variant):
                    for entry in main["env"])  # fmt: skip
         probes = {name for name in main if name.endswith("Probe")}
         if component in templates:
-            assert "command" not in main and "--config=/etc/vllm/vllm.yaml" in main["args"]
+            assert "command" not in main
             # Kubernetes would set VLLM_PORT for a service of this name, which vLLM takes for its own.
             assert spec["enableServiceLinks"] is False
             drain = int(next(a for a in main["args"] if a.startswith("--shutdown-timeout=")).partition("=")[2])
@@ -311,10 +311,49 @@ def test_models_and_monitoring():
     assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
 
 
+def test_patches_go_by_names():
+    """An operation of JSON patch on a place in a list changes another thing once the list changes."""
+    for path in FOLDER.rglob("*.yaml"):
+        assert not re.search(r"\bop: |[a-z][/.]\d+[/.][a-z]", path.read_text()), path
+
+
+PARSE = """
+import json, sys
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+arguments = json.loads(sys.argv[1])
+parser = FlexibleArgumentParser()
+serve = parser.add_subparsers().add_parser("serve")
+serve.add_argument("model")
+for flag in ("--enable-auto-tool-choice", "--headless"):
+    serve.add_argument(flag, action="store_true")
+names = {argument.split("=")[0] for argument in arguments if "=" in argument}
+for option in (*names, "--reasoning-parser", "--tool-call-parser"):
+    serve.add_argument(option)
+print(json.dumps(vars(parser.parse_args(["serve", *arguments]))))
+"""
+
+
+@pytest.mark.skipif("VLLM_SOURCE" not in os.environ, reason="there is no $VLLM_SOURCE")
+@needs_kustomize
+@pytest.mark.parametrize("component", ["server", "worker"])
+def test_vllm_reads_its_arguments_and_the_file(component, tmp_path):
+    """With vLLM's own parser, which looks for --config in a way of its own."""
+    settings = check.read(FOLDER / "h200x8x2").settings
+    arguments = container(pods(workload("h200x8x2"))[component])["args"]
+    arguments = [re.sub(r"\$\((\w+)\)", lambda match: settings.get(match[1], "1"), each) for each in arguments]
+    arguments[arguments.index("/etc/vllm/vllm.yaml")] = str(FOLDER / "h200x8x2/vllm.yaml")
+    done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(arguments)], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.environ["VLLM_SOURCE"]}, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    assert parsed["model"] == settings["MODEL"] and parsed["kv_cache_dtype"] == settings["KV_CACHE_DTYPE"]
+    assert parsed["reasoning_parser"] == "deepseek_v4" and parsed["enable_auto_tool_choice"] is True
+    assert parsed["headless"] == (component == "worker")
+
+
+@pytest.mark.skipif("VLLM_SOURCE" not in os.environ, reason="there is no $VLLM_SOURCE")
 def test_metrics_that_are_asked_for_exist():
-    source = Path(os.environ.get("VLLM_SOURCE", "/nonexistent"), "vllm/v1/metrics/loggers.py")
-    if not source.exists():
-        pytest.skip("there is no $VLLM_SOURCE")
+    source = Path(os.environ["VLLM_SOURCE"], "vllm/v1/metrics/loggers.py")
     defined = set(re.findall(r'"(vllm:\w+)"', source.read_text()))
     asked = set()
     for path in (*FOLDER.glob("monitoring/*"), *FOLDER.glob("optional/keda/*")):
