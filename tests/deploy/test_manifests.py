@@ -164,6 +164,7 @@ def test_settings_arrive(variant):
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": settings["GPU"]}
         for kind in ("requests", "limits"):
             assert main["resources"][kind]["nvidia.com/gpu"] == settings["TENSOR_PARALLEL_SIZE"]
+        assert main["resources"] == container(pods(workload(variant))["server"])["resources"]
         used = {name for arg in main["args"] for name in re.findall(r"\$\((\w+)\)", arg)}
         assert used <= env(main).keys() | LWS
         for name in used & settings.keys():
