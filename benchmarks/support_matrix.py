@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import tomlkit
-from packaging.version import Version
-
 from dsv4_overlay_tools.errors import Refusal
 from dsv4_overlay_tools.series import load_series, release_folders
+from packaging.version import Version
 
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (9.0)", "blackwell": "Blackwell (10.0, 10.3)"}

@@ -79,11 +79,13 @@ def public_url(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().removesuffix(".git")
 
 
-def arguments(root: Path, release: str, base: str = "", digest: str = "", blackwell: bool = False) -> dict[str, str]:
+def arguments(
+    root: Path, release: str, base: str = "", digest: str = "", blackwell: bool = False
+) -> dict[str, str]:
     """The Dockerfile's build arguments, less those of the commit. Raises Refusal."""
     image = pins(find_series(root, release), release)
     if blackwell and not image["flashinfer"]:
-        raise Refusal("no-variant", f"The image of vLLM {release} serves Blackwell as it is; leave out --blackwell.")
+        raise Refusal("no-variant", f"The image of vLLM {release} serves Blackwell already; omit --blackwell.")
     name = base or f"{BASE}:v{release}"
     digest = digest or ("" if base else image["digest"])
     return {

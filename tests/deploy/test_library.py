@@ -1,4 +1,4 @@
-"""scripts/build-kernels.sh: a library that is the same bytes again, one carried from another machine, and refusals."""
+"""scripts/build-kernels.sh: the same bytes again, a library from another machine, and refusals."""
 
 import os
 import shutil
@@ -12,14 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "overlay/common/vllm/third_party/dsv4_kernels"
 LIBRARY = f"{PACKAGE}/lib/libdsv4_kernels.so"
 NVCC = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
-needs_nvcc = pytest.mark.skipif(not NVCC.exists(), reason="there is no CUDA toolkit in $CUDA_HOME or /usr/local/cuda")
+needs_nvcc = pytest.mark.skipif(not NVCC.exists(), reason=f"there is no {NVCC}")
 
 
 def run(root, *arguments, **env):
-    return subprocess.run(
-        [root / "scripts/build-kernels.sh", *arguments], capture_output=True, text=True,
-        env=os.environ | {"CUDA_HOME": str(NVCC.parents[1]), "VIRTUAL_ENV": str(Path(sys.executable).parents[1])} | env,
-    )  # fmt: skip
+    env = {"CUDA_HOME": str(NVCC.parents[1]), "VIRTUAL_ENV": str(Path(sys.executable).parents[1]), **env}
+    command = [root / "scripts/build-kernels.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
 
 
 @pytest.fixture
@@ -76,8 +75,8 @@ def test_a_toolkit_without_the_static_runtime_is_refused_at_once(repo, tmp_path)
     """As in an image that has nvcc but not cuda-cudart-dev: not after minutes, when all is compiled."""
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = --version ] || set -- "$@" -lcudart_missing\n'
-                    f'exec {NVCC} "$@"\n')  # fmt: skip
+    spoil = '[ "$1" = --version ] || set -- "$@" -lcudart_missing'
+    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{spoil}\nexec {NVCC} "$@"\n')
     nvcc.chmod(0o755)
     done = run(repo, tmp_path / "out.so", CUDA_HOME=str(tmp_path))
     assert done.returncode == 1 and "cannot find -lcudart_missing" in done.stderr
