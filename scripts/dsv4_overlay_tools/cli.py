@@ -115,11 +115,11 @@ class Report:
             lines = [json.dumps(data, indent=1)]
         elif data["files"] or not data["error"]:
             lines = [f"{file['action']:12}  {file['path']}" for file in data["files"]]
-            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                         f"in {data['target']}: {data['state']}")
             if overlay := data["overlay"]:
                 lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
                              + ", with changes" * bool(overlay["dirty"]))
+            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                         f"in {data['target']}: {data['state']}")
         try:
             for line in lines:
                 print(line, flush=True)
