@@ -94,13 +94,12 @@ def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Nee
 
     def need(node: ast.AST, module: str, name: str | None, what: str) -> None:
         nonlocal count
-        both = {**ours, **files}
         inside = f"{module}.{name}" if name else module
         if module.partition(".")[0] != "vllm" or module_path(inside, ours) or module_path(module, ours):
             return
         count += 1
         place = module_path(module, files)
-        if not (module_path(inside, both) or (name and place and defines(place, name, files))):
+        if not (module_path(inside, files) or (name and place and defines(place, name, files))):
             missing.append(Need(node.lineno, what, id(node) not in top))
 
     for node in ast.walk(tree):
@@ -112,7 +111,8 @@ def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Nee
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(node, path)
             for alias in node.names:
-                need(node, module, alias.name, f"from {module} import {alias.name}")
+                name = None if alias.name == "*" else alias.name
+                need(node, module, name, f"from {module} import {alias.name}")
         elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
             module, _, name = node.value.rpartition(".")
             need(node, module, name, repr(node.value))

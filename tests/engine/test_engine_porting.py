@@ -102,6 +102,8 @@ def test_already_upstream(ask, where):
         ("from vllm.sub.gone import value\n", "from vllm.sub.gone import value"),
         ("import vllm.sub.untouched, vllm.dsv4.deep\n", None),
         ("import vllm.sub.gone as gone\n", "import vllm.sub.gone"),
+        ("from vllm.sub.untouched import *\n", None),
+        ("from vllm.sub.gone import *\n", "from vllm.sub.gone import *"),
         ("def f():\n    import vllm.gone.module\n", "import vllm.gone.module"),
         ("from ..sub import untouched\n", None),
         ("from ..sub.untouched import gone\n", "from vllm.sub.untouched import gone"),
