@@ -240,6 +240,12 @@ def test_the_command_of_the_other_scripts(ready, copied):
         assert run.returncode == status and "usage: tools.sh {apply," in (err if status else out)
 
 
+def test_what_only_a_download_needs_is_not_imported_at_every_start():
+    program = "import sys; sys.path.insert(0, 'scripts'); import dsv4_overlay_tools.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-B", "-c", program], cwd=ROOT, capture_output=True, check=True)
+    assert not {"rich", "unearth", "ssl", "git"} & set(done.stdout.decode().split())
+
+
 @pytest.mark.skipif(bool(os.environ.get("PIP_NO_INDEX")), reason="needs a package index")
 def test_the_real_thing(tmp_path):
     """The scripts as they are, with their pinned requirements, on a repository of their own."""
