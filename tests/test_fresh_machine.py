@@ -28,9 +28,7 @@ def resolve(python, *arguments):
     """What a plain index gives for `arguments` on `python`, as names and versions; nothing is installed."""
     uv = [Path(sys.executable).with_name("uv"), "pip", "compile", "--no-config", "--no-python-downloads"]
     options = ["--python-version", python, "--python-platform", "linux", "--quiet", "--no-annotate", "--no-header"]
-    done = subprocess.run(
-        [*uv, *options, *arguments], capture_output=True, text=True, env=PLAIN, cwd=ROOT
-    )
+    done = subprocess.run([*uv, *options, *arguments], capture_output=True, text=True, env=PLAIN, cwd=ROOT)
     if re.search(r"dns error|client error \(Connect\)|timed out", done.stderr):
         pytest.skip("there is no package index: " + done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
@@ -116,3 +114,13 @@ def test_steps_have_names_and_a_total(clone, tmp_path):
     assert done.stdout.splitlines()[-1] == "3 passed, 3 failed, 1 skipped"
     assert f"{tmp_path}/cache, which may be removed." in done.stdout
     assert "a reason" in done.stdout
+
+
+def test_no_silence(tmp_path):
+    watch = (ROOT / "tests/conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(watch.replace("seconds=60", "seconds=1"))
+    (tmp_path / "test_it.py").write_text("import time\n\n\ndef test():\n    time.sleep(3)\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "test_it.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert re.search("^running for [12] s: test_it.py::test$", done.stdout, re.M), done.stdout
