@@ -26,7 +26,7 @@ LISTED = committed("*requirements*.txt", "docker/*.txt")
 
 def resolve(python, *arguments):
     """What a plain index gives for `arguments` on `python`, as names and versions; nothing is installed."""
-    uv = [Path(sys.executable).with_name("uv"), "pip", "compile", "--no-config", "--no-python-downloads"]
+    uv = [Path(sys.executable).with_name("uv"), "pip", "compile", "--no-config", "--no-python-downloads", "--no-cache"]
     options = ["--python-version", python, "--python-platform", "linux", "--quiet", "--no-annotate", "--no-header"]
     done = subprocess.run([*uv, *options, *arguments], capture_output=True, text=True, env=PLAIN, cwd=ROOT)
     if re.search(r"dns error|client error \(Connect\)|timed out", done.stderr):
