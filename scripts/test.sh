@@ -29,6 +29,7 @@ beside() { # FOLDER PACKAGE...: packages that only some tests import
     install --quiet --target "$1.part" "${@:2}" ||
         stop "${*:2} were not installed; why is said above. Without a package index, add their wheels to the folder:
 $bring"
+    rm -rf "$1.part/flashinfer/data" # sources of its kernels, half a GB, which nothing here compiles
     mv "$1.part" "$1"
 }
 
@@ -52,7 +53,7 @@ run() { # RELEASE, options of pytest
     # Not PYTHONPATH: the tests of --installed are about what another Python imports.
     local tree
     tree=$(applied "$1") || return
-    VLLM_SOURCE=$tree "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"
+    VLLM_SOURCE=$tree "$python" -u -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider -rs "${@:2}"
 }
 
 if [ $# -gt 0 ] && [ "$1" != --all ]; then

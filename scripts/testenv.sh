@@ -59,7 +59,7 @@ key=$({ cat "$repo/requirements-test.txt" && declare -f install_packages && echo
 venv=$cache/test-${key:0:16}
 python=$venv/bin/python
 if [ ! -e "$venv/complete" ]; then
-    echo "Installing the packages of requirements-test.txt into $venv (once)" >&2
+    echo "Installing the packages of requirements-test.txt into $venv (once: 2.5 GB, with a GPU over 5 GB)" >&2
     if ! install_packages || ! "$python" -c 'import torch'; then
         stop "the packages were not installed; why is said above. $bring"
     fi
