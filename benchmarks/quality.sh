@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# GSM8K (5-shot) and GPQA diamond (zero-shot, chain of thought) of a running server, through lm-eval:
+# usage: quality.sh http://localhost:8000 OUT_DIR [lm-eval options, such as --limit 20]
 #
-#     benchmarks/quality.sh http://localhost:8000 OUT_DIR [lm-eval options, such as --limit 20]
-#
+# GSM8K (5-shot) and GPQA diamond (zero-shot, chain of thought) of a running server, through lm-eval.
 # For owners of trained weights: serve FlashMLA, then this backend with a BF16 and an FP8 cache, and compare the
 # three OUT_DIRs. It has not been run on such weights; the mini checkpoint's are random and its scores mean nothing.
 # GPQA is gated: ask for access on huggingface.co/datasets/Idavidrein/gpqa and set HF_TOKEN. QUALITY_CONCURRENCY
 # (32) requests run at once. lm-eval is installed beside the other downloads of this project.
 set -euo pipefail
-if [ $# -lt 2 ] || [[ $1 != http*://* ]]; then
-    sed -n '2,9s/^# \?//p' "$0" >&2
-    exit 2
-fi
+usage=$(sed -n '2,8s/^# \?//p' "$0")
+case ${1:-} in
+-h | --help) echo "$usage"; exit ;;
+http*://*) [ $# -ge 2 ] || { echo "$usage" >&2; exit 2; } ;;
+*) echo "$usage" >&2; exit 2 ;;
+esac
 url=${1%/} out=$2
 shift 2
 version=0.4.13

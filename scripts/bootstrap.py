@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ def stop(code, message):
         import json
 
         error = {"code": code, "message": message, "path": None, "line": None}
-        report = {"release": None, "target": None, "kind": None, "commit": None, "state": "unknown", "files": [],
-                  "notes": []}
+        report = {"release": None, "target": None, "kind": None, "commit": None, "overlay": None,
+                  "state": "unknown", "files": [], "notes": []}
         print(json.dumps({**report, "error": error}, indent=1))
     else:
         print(f"error: {code}: {message}", file=sys.stderr)
@@ -94,11 +95,18 @@ def main():
         os.close(lock)
     tool = str(HERE / "dsv4_overlay_tools" / "__main__.py")
     # -I: the user's PYTHONPATH may hold other versions of our libraries, and the vLLM to patch.
-    os.execv(python, [str(python), "-I", "-B", tool, *sys.argv[1:]])
+    # Ctrl-C waits until the tool is far enough to answer it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        os.execv(python, [str(python), "-I", "-B", tool, *sys.argv[1:]])
+    except OSError as error:
+        stop("bootstrap-failed", f"{python} cannot be run ({error.strerror}); remove {folder}, and the next run "
+                                 "makes it anew.")
 
 
 if __name__ == "__main__":
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tools.sh has it ignored
         main()
     except KeyboardInterrupt:
         stop("interrupted", "Interrupted; run again.")

@@ -1,3 +1,3 @@
 #!/bin/sh
 # Is the committed patch series what an export gives, and nothing else? docs/patches.md.
-exec "$(dirname -- "$0")/tools.sh" check "$@"
+exec "$(dirname -- "$(readlink -f -- "$0")")/tools.sh" check "$@"

@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
-# Self-test on a machine that has nothing but Python and a package index: selftest.sh [DIR]
-# DIR (default: under ~/.cache) gets the pinned vLLM source with the overlay applied; VLLM_RELEASE says which.
+set -euo pipefail
+case ${1:-} in
+-h | --help)
+    cat <<'END'
+usage: selftest.sh [DIR]
+
+Self-test on a machine that has nothing but Python, git and a package index.
+DIR (default: under ~/.cache) gets the pinned vLLM source with the overlay
+applied; VLLM_RELEASE says which release, default 0.22.1.
+END
+    exit
+    ;;
+esac
 [[ $# -le 1 && ${1:-} != -* ]] || { echo "error: give at most one argument, a folder." >&2; exit 1; }
-source "$(dirname "$0")/testenv.sh"
+source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 exec 9>&- # the packages are there
 tree=$(applied "${VLLM_RELEASE:-0.22.1}" "${1:-}")
 cd "$repo" # away from any folder named vllm

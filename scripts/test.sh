@@ -1,58 +1,112 @@
 #!/usr/bin/env bash
-# Everything that CI checks: the patch series, all tests on vLLM 0.22.1, and those that need a vLLM on each other
-# release. With options, which are pytest's (test.sh -k name), only those tests, on 0.22.1 or $VLLM_RELEASE.
-source "$(dirname "$0")/testenv.sh"
+set -euo pipefail
+case ${1:-} in
+-h | --help)
+    cat <<'END'
+usage: test.sh             the patch series, and all tests on vLLM 0.22.1
+       test.sh --all       also those of the image, and of vLLM on each other release
+       test.sh OPTIONS     pytest with these options, on 0.22.1 or $VLLM_RELEASE:
+                           test.sh tests/kernels -k insert
+
+Makes what it needs under ~/.cache/vllm-dsv4-overlay: Python packages, vLLM's
+source with the overlay applied. Without a GPU kernels are interpreted. The image
+is built by root with buildah, debootstrap and nvcc 13, else skipped.
+END
+    exit
+    ;;
+esac
+source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 cd "$repo"
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # vLLM keeps Triton without a GPU only if none is meant to be visible; kernels are interpreted.
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
 fi
 
+beside() { # FOLDER PACKAGE...: packages that only some tests import
+    [ ! -e "$1" ] || return 0
+    echo "Installing ${*:2} into $1 (once)" >&2
+    rm -rf "$1.part"
+    install --quiet --target "$1.part" "${@:2}" ||
+        stop "${*:2} were not installed; why is said above. Without a package index, add their wheels to the folder:
+$bring"
+    rm -rf "$1.part/flashinfer/data" # sources of its kernels, half a GB, which nothing here compiles
+    mv "$1.part" "$1"
+}
+
 # For tests/glue/test_flashinfer.py, each in a folder of its own: the first release with the call, the first with
 # few heads, the last before its launch took remapped indices, and the newest of 2026-11-20. 110 MB of downloads.
 FLASHINFER_RELEASES=
 for release in 0.6.12 0.6.14 0.6.18.post1 0.7.2.post1; do
     folder=$cache/flashinfer-$release
-    if [ ! -e "$folder" ]; then
-        rm -rf "$folder.part"
-        "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --target "$folder.part" \
-            flashinfer-python==$release nvidia-ml-py==13.615.71 tabulate==0.10.0
-        mv "$folder.part" "$folder"
-    fi
+    beside "$folder" flashinfer-python==$release nvidia-ml-py==13.615.71 tabulate==0.10.0
     FLASHINFER_RELEASES+=${FLASHINFER_RELEASES:+:}$folder
 done
 export FLASHINFER_RELEASES
 
 # For tests/glue/test_nodes.py; with it importable, vLLM would do more in every other test. 80 MB of downloads.
 export RAY_PACKAGES=$cache/ray-2.60.0
-if [ ! -e "$RAY_PACKAGES" ]; then
-    rm -rf "$RAY_PACKAGES.part"
-    "$python" -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --target "$RAY_PACKAGES.part" \
-        ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 protobuf==7.36.2
-    mv "$RAY_PACKAGES.part" "$RAY_PACKAGES"
-fi
+beside "$RAY_PACKAGES" ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 protobuf==7.36.2
 
 exec 9>&- # everything is there
 
 run() { # RELEASE, options of pytest
     # Not PYTHONPATH: the tests of --installed are about what another Python imports.
     local tree
-    tree=$(applied "$1")
-    VLLM_SOURCE=$tree "$python" -m pytest -n 2 --dist loadfile -p no:cacheprovider -rs "${@:2}"
+    tree=$(applied "$1") || return
+    VLLM_SOURCE=$tree "$python" -u -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider -rs "${@:2}"
 }
 
-if [ $# -gt 0 ]; then
+if [ $# -gt 0 ] && [ "$1" != --all ]; then
     run "${VLLM_RELEASE:-0.22.1}" "$@"
     exit
 fi
-"$python" -m ruff check --quiet .
-scripts/check-series.sh
-scripts/support-matrix.sh --check
-run 0.22.1
-FLASHINFER_RELEASES=$folder run 0.21.0 tests/glue tests/test_mini_checkpoint.py
-# The same files or the same lines as the release whose series they take.
-for release in 0.20.2 0.22.0; do
-    run "$release" tests/glue/test_real_config.py
-done
-# There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
-FLASHINFER_RELEASES='' run 0.33.0 tests/glue tests/test_mini_checkpoint.py --ignore=tests/glue/test_nodes.py
+[ $# -le 1 ] || stop "--all takes no other options."
+
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+trap 'echo "interrupted" >&2; exit 130' INT TERM
+passed=0 failed=0 skipped=0 summary=
+
+step() { # NAME COMMAND...: a check, which counts as one, or tests that write their report
+    local status=0 p f s line now=$SECONDS
+    printf '\n=== %s\n' "$1"
+    : >"$report"
+    "${@:2}" || status=$?
+    [ "$status" -lt 128 ] || exit "$status"
+    read -r p f s < <("$python" - "$report" "$status" <<'END'
+import os, sys
+from xml.etree import ElementTree
+
+path, status = sys.argv[1], int(sys.argv[2])
+count = ElementTree.parse(path).getroot()[0].attrib if os.path.getsize(path) else {"tests": 1}
+tests, errors, failures, skipped = (int(count.get(key, 0)) for key in ("tests", "errors", "failures", "skipped"))
+failed = max(errors + failures, int(status != 0))
+print(max(tests - failed - skipped, 0), failed, skipped)
+END
+    )
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    printf -v line '%-45s %5d passed %3d failed %5d skipped %5d s\n' "$1" "$p" "$f" "$s" $((SECONDS - now))
+    summary+=$line
+}
+
+tests() { # RELEASE, what of it, options of pytest
+    step "tests on vLLM $1$2" run "$1" --junitxml "$report" "${@:3}"
+}
+
+step "Python's style (ruff)" "$python" -m ruff check --quiet .
+step "patch series (check-series.sh)" scripts/check-series.sh
+step "README's table (support-matrix.sh)" scripts/support-matrix.sh --check
+tests 0.22.1 "" -m "not image"
+if [ $# -gt 0 ]; then
+    tests 0.22.1 ": the image" -m image -n 0 tests/deploy
+    FLASHINFER_RELEASES=$folder tests 0.21.0 "" tests/glue tests/test_mini_checkpoint.py
+    # The same files or the same lines as the release whose series they take.
+    for release in 0.20.2 0.22.0; do
+        tests "$release" "" tests/glue/test_real_config.py
+    done
+    # There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
+    FLASHINFER_RELEASES='' tests 0.33.0 "" tests/glue tests/test_mini_checkpoint.py --ignore=tests/glue/test_nodes.py
+fi
+printf '\n%s%s\n%s\n' "$summary" "On disk: $(du -sh "$cache" | tr '\t' ' '), which may be removed." \
+    "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ]

@@ -8,6 +8,8 @@ elif ! python=$(command -v python3 || command -v python); then
     echo "error: bootstrap-failed: there is no python3 on PATH; install Python 3.10 or newer." >&2
     exit 1
 fi
-here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+here=$(dirname -- "$(readlink -f -- "$0")")
 export DSV4_OVERLAY_PYTHON="$python"
+# Until bootstrap.py can answer it, Ctrl-C would be a traceback of Python's own.
+trap '' INT
 exec "$python" -I -B "$here/bootstrap.py" "$@"

@@ -213,7 +213,8 @@ def test_without_a_vllm_script_the_module_serves(serve, tmp_path):
     cli.mkdir(parents=True)
     (cli / "main.py").write_text((tmp_path / "bin/vllm").read_text())
     (tmp_path / "bin/vllm").unlink()
-    (tmp_path / "bin/python3").symlink_to(sys.executable)
+    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin/python3").chmod(0o755)
     path = {"PYTHONPATH": str(tmp_path / "site"), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     done, calls = serve("--runs", "FP8", **path)
     assert done.returncode == 0, done.stderr

@@ -8,15 +8,21 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from . import fetch, transaction
 from .errors import Refusal
+from .files import check_writable, read
+from .planning import as_built, build_plan
+from .record import changed_since, edited, original_lost, read_record, survey
 from .series import Mismatch, Series, find_series, load_series, release_folders, sha256
-from .target import Target, check_index, detect, locate_installed
+from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
+NATIVE_LOADER = "vllm/third_party/dsv4_kernels/native.py"
+LIBRARY = "vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
 EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
 
 
@@ -70,6 +76,7 @@ class Report:
             "target": None,
             "kind": None,
             "commit": None,
+            "overlay": None,
             "state": "unknown",
             "files": [],
             "notes": [],
@@ -84,18 +91,41 @@ class Report:
             "line": refusal.line,
         }
 
+    @contextlib.contextmanager
+    def changing(self, root: Path) -> Iterator[None]:
+        """If what is done here is refused, the report has the state that was reached instead of the files."""
+        try:
+            yield
+        except Refusal:
+            state = transaction.state_of(root)
+            self.data.update(state=state if state in ("clean", "applied") else "drifted", files=[])
+            raise
+
+    def applied(self, record: dict) -> None:
+        self.data["release"] = record["release"]
+        self.data["overlay"] = {key: record[f"overlay_{key}"] for key in ("version", "commit", "dirty")}
+
     def add(self, path: str, action: str) -> None:
         self.data["files"].append({"path": path, "action": action})
 
     def print(self, as_json: bool) -> None:
         data = self.data
+        lines = []
         if as_json:
-            print(json.dumps(data, indent=1))
+            lines = [json.dumps(data, indent=1)]
         elif data["files"] or not data["error"]:
-            for file in data["files"]:
-                print(f"{file['action']:12}  {file['path']}")
-            print(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                  f"in {data['target']}: {data['state']}")
+            lines = [f"{file['action']:12}  {file['path']}" for file in data["files"]]
+            if overlay := data["overlay"]:
+                lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
+                             + ", with changes" * bool(overlay["dirty"]))
+            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                         f"in {data['target']}: {data['state']}")
+        try:
+            for line in lines:
+                print(line, flush=True)
+        except OSError as error:  # the exit status still says what was done
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails again when it ends
+            print(f"note: the report could not be written ({error.strerror})", file=sys.stderr)
         for note in () if as_json else data["notes"]:
             print(f"note: {note}", file=sys.stderr)
         if data["error"] and not as_json:
@@ -106,11 +136,12 @@ def _waiting() -> None:
     print("Another run is at work on this target; waiting for it.", file=sys.stderr)
 
 
-def _half_applied(report: Report) -> None:
+def _half_applied(report: Report, state: str) -> None:
     report.data["state"] = "drifted"
+    what = "is between two states" if state == "changing" else "has what an apply prepares, and vLLM as it was,"
     raise Refusal(
         "half-applied",
-        f"{report.data['target']} is between two states because a run was interrupted; run again "
+        f"{report.data['target']} {what} because a run was interrupted; run again "
         "to complete it, or with --revert to take it off.",
     )
 
@@ -122,7 +153,7 @@ def _series_for(root: Path, target: Target) -> Series:
             "wrong-release",
             f"The release of {target.root} is unknown ({why}); fetch the tags or use a release.",
         )
-    return transaction.as_built(find_series(root, target.release), target.root)
+    return as_built(find_series(root, target.release), target.root)
 
 
 def _survey(
@@ -130,13 +161,16 @@ def _survey(
 ) -> None:
     """Report an applied tree file by file. Raises Refusal(edited-since-apply) unless all are in a `good` state."""
     first = None
-    for entry, state, found in transaction.survey(target.root):
-        if state in good:
+    for entry, state, found in survey(target):
+        # Without its original, what the wheel's RECORD should be after apply cannot be told.
+        needed = state == "after" or (state == "edited" and entry["action"] == "updated")
+        lost = original_lost(target.root, entry) if needed else None
+        if state in good and not lost:
             report.add(entry["path"], entry["action"])
             continue
-        report.add(entry["path"], "missing" if found is None else "edited")
+        report.add(entry["path"], "not-revertible" if lost else "missing" if found is None else "edited")
         if first is None:
-            first = transaction.edited(target.root, entry, state, found, root, series)
+            first = lost or edited(target.root, entry, state, found, root, series)
     if first:
         report.data["state"] = "drifted"
         raise first
@@ -180,14 +214,14 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
     state = transaction.state_of(target.root)
     if state in ("begun", "changing"):
         if mode != "apply":
-            _half_applied(report)
-        data["state"] = "drifted"
-        transaction.recover(target.root)
+            _half_applied(report, state)
+        with report.changing(target.root):
+            data["notes"] += transaction.recover(target)
         data["notes"].append("an interrupted run was undone first")
         state = "clean"
     if state == "applied":
-        record, _ = transaction.read_record(target.root)
-        data["release"] = record["release"]
+        record, _ = read_record(target.root)
+        report.applied(record)
         series = None
         try:
             series = _series_for(root, target)
@@ -195,8 +229,11 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
             if mode != "status":  # what is applied can be told without a series
                 raise
         _survey(report, root, target, series)
-        other = transaction.changed_since(root, series, record) if series else None
+        other = changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:
+            if series:
+                _check_relied_on(report, target, series)
+            data["notes"] += _of_kernels(root, {entry["path"] for entry in record["files"]})
             if mode != "status":
                 data["notes"].append("already applied; nothing to do")
             return
@@ -205,45 +242,61 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
             f"{record['overlay_version']}, vLLM {record['release']}); run with --revert first."
         )
         if mode == "status":
-            data["notes"].append(message)
+            data["notes"] += [*_of_kernels(root, {entry["path"] for entry in record["files"]}), message]
             return
         raise Refusal("patch-changed", message, path=other)
 
     series = _series_for(root, target)
     check_index(target, series)
     try:
-        plan = transaction.build_plan(root, target, series)
+        plan = build_plan(root, target, series)
     except Refusal as refusal:
         if refusal.code != "bad-series":
             data["state"] = "drifted"
         raise
+    _check_relied_on(report, target, series)
     if mode == "check":
-        transaction.check_writable(target.root, [change.real for change in plan.changes])
+        check_writable([change.real for change in plan.changes])
     data["state"] = "clean"
-    if mode != "status" and (note := _stale_library(root)):
-        data["notes"].append(note)
+    if mode != "status":
+        data["notes"] += plan.notes + _of_kernels(root, {change.path for change in plan.changes})
     verbs = {
         "apply": {},
         "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
         "status": {"patched": "pristine", "added": "absent", "updated": "pristine"},
     }[mode]
     if mode == "apply":
-        transaction.apply(plan)
+        with report.changing(target.root):
+            transaction.apply(plan)
         data["state"] = "applied"
+        report.applied(json.loads(plan.record))
     for change in plan.changes:
         report.add(change.path, verbs.get(change.action, change.action))
 
 
-def _stale_library(root: Path) -> str | None:
-    """A note if the native kernels that go along were built from other sources, as after an update of both."""
-    library = root / "overlay/common/vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
-    if not library.is_file():
-        return None
+def _check_relied_on(report: Report, target: Target, series: Series) -> None:
+    try:
+        check_relied_on(target, series)
+    except Refusal:
+        report.data["state"] = "drifted"
+        raise
+
+
+def _of_kernels(root: Path, paths: set[str]) -> list[str]:
+    """Notes on the native kernels, if `paths`, of what is (to be) applied, need any: none, or of other sources."""
+    if NATIVE_LOADER not in paths:
+        return []
+    if LIBRARY not in paths:
+        return ["the native kernels are missing, so Triton's run in their place, on Hopper mostly slower; "
+                "run scripts/build-kernels.sh, --revert and apply again"]  # fmt: skip
+    library = root / "overlay/common" / LIBRARY
+    if not library.is_file():  # what was applied is not at hand
+        return []
     built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
     sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").iterdir()))  # as build-kernels.sh
     if built and built[1].decode() == sha256(sources):
-        return None
-    return f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"
+        return []
+    return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"]
 
 
 def _refuse_remains(root: Path, target: Target) -> None:
@@ -253,7 +306,7 @@ def _refuse_remains(root: Path, target: Target) -> None:
         series = _series_for(root, target)
         for _, diff in series.pairs():
             with contextlib.suppress(OSError, Mismatch):
-                if sha256(diff.undo((target.root / diff.path).read_bytes())) == series.files[diff.path]:
+                if sha256(diff.undo(read(target.root / diff.path))) == series.files[diff.path]:
                     patched.append(diff.path)
     if patched:
         raise Refusal(
@@ -273,21 +326,17 @@ def _revert(root: Path, report: Report, target: Target) -> None:
         data["notes"].append("nothing is applied; nothing to do")
         return
     if state in ("begun", "changing"):
-        data["state"] = "drifted"
-        transaction.recover(target.root)
+        with report.changing(target.root):
+            data["notes"] += transaction.recover(target)
         data["notes"].append("an interrupted run was undone")
     else:
         try:
             series = _series_for(root, target)
         except Refusal:
             series = None  # only helps to name a line; the record suffices to revert
-        _survey(report, root, target, series, ("after", "before"))
-        try:
-            transaction.revert(target.root)
-        except Refusal as refusal:
-            if refusal.code == "half-applied":
-                data.update(state="drifted", files=[])
-            raise
+        _survey(report, root, target, series, ("after", "before", "replaced"))
+        with report.changing(target.root):
+            data["notes"] += transaction.revert(target)
         for file in data["files"]:
             file["action"] = "removed" if file["action"] == "added" else "restored"
     data["state"] = "clean"
@@ -313,7 +362,7 @@ def main(argv: list[str], root: Path) -> int:
     except Refusal as refusal:
         report.refuse(refusal)
     except OSError as error:
-        report.refuse(Refusal("not-readable", f"{error.filename}: {error.strerror}."))
+        report.refuse(Refusal("not-readable", f"{error.filename or report.data['target']}: {error.strerror}."))
     except KeyboardInterrupt:
         report.refuse(Refusal("interrupted", "Interrupted; --status says what is applied."))
     report.print(as_json)

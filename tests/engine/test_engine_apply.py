@@ -131,10 +131,12 @@ def test_record_names_the_commit_and_whether_it_was_changed(engine, tmp_path):
     record = json.loads((target / STATE / "record.json").read_text())
     assert record["overlay_commit"] == git(engine.root, "rev-parse", "HEAD")
     assert record["overlay_dirty"] is False
-    (engine.root / "overlay/common/vllm/dsv4/table.json").write_text("[]")
-    other = make_target(tmp_path / "two", "source")
-    engine.ok(other)
-    assert json.loads((other / STATE / "record.json").read_text())["overlay_dirty"] is True
+    git(engine.root, "config", "status.showUntrackedFiles", "no")
+    for path in ("table.json", "new.py"):
+        (engine.root / "overlay/common/vllm/dsv4" / path).write_text("[]")
+        engine.ok(other := make_target(tmp_path / path, "source"))
+        assert json.loads((other / STATE / "record.json").read_text())["overlay_dirty"] is True
+        git(engine.root, "stash", "-q")
 
 
 def test_apply_leaves_other_edits_alone(engine, target):
@@ -144,7 +146,10 @@ def test_apply_leaves_other_edits_alone(engine, target):
     engine.ok(target)
     assert (target / "vllm/sub/untouched.py").read_bytes() == b"mine = 1\n"
     (target / "vllm/dsv4/later.py").write_bytes(b"put into a folder of the overlay\n")
-    engine.ok(target, "--revert")
+    notes = engine.ok(target, "--revert")["notes"]
+    assert [note for note in notes if "left" in note] == [
+        "not from this overlay, and left where it is: vllm/dsv4/later.py"
+    ]
     after = snapshot(target)
     assert after.pop("vllm/dsv4/later.py")[2] == b"put into a folder of the overlay\n"
     assert after.pop("vllm/dsv4")[0] == "folder"
@@ -168,6 +173,27 @@ def test_a_strict_umask_does_not_hide_the_record(engine, tmp_path):
         os.umask(old)
     for path in [STATE, STATE + "/record.json", "vllm/dsv4", "vllm/dsv4/main.py"]:
         assert (target / path).stat().st_mode & 0o044 == 0o044, path
+
+
+def test_new_folders_are_like_the_one_they_are_in(engine, tmp_path):
+    """A tree that a group shares: setgid and the right to write go on."""
+    target = make_target(tmp_path / "target", "source")
+    (target / "vllm").chmod(0o2775)
+    engine.ok(target)
+    for path in (STATE, STATE + "/originals", "vllm/dsv4", "vllm/dsv4/deep"):
+        assert oct((target / path).stat().st_mode) == oct((target / "vllm").stat().st_mode) == "0o42775", path
+
+
+def test_extended_attributes_are_kept(engine, target):
+    place = target / "vllm/config.py"
+    try:
+        os.setxattr(place, "user.note", b"mine")
+    except OSError as error:
+        pytest.skip(f"the file system has no extended attributes ({error.strerror})")
+    for argv in ([], ["--revert"]):
+        engine.ok(target, *argv)
+        assert os.getxattr(place, "user.note") == b"mine"
+    assert os.listxattr(target / "vllm/crlf.py") == []
 
 
 def test_a_link_that_stays_inside_is_written_through(engine, tmp_path):
@@ -212,7 +238,7 @@ def test_git_without_tags_is_known_by_the_pinned_commit(engine, tmp_path):
     git(target, "tag", "-d", "v1.0.0")
     pins = engine.root / f"patches/{RELEASE}/release.toml"
     pins.write_text(pins.read_text().replace("0" * 40, git(target, "rev-parse", "HEAD")))
-    assert engine.ok(target)["notes"] == []
+    assert not [note for note in engine.ok(target)["notes"] if " tag " in note]
 
 
 def test_commit_without_git(engine, tmp_path, monkeypatch):
@@ -249,8 +275,9 @@ def run_cli(repo, *argv, **kwargs):
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
     code += "from pathlib import Path\nfrom dsv4_overlay_tools.cli import main\n"
     code += f"sys.exit(main(sys.argv[1:], Path({str(repo)!r})))"
+    kwargs = {"stdout": subprocess.PIPE, **kwargs}
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, **kwargs
+        [sys.executable, "-c", code, *map(str, argv)], stderr=subprocess.PIPE, text=True, **kwargs
     )
 
 
@@ -319,6 +346,19 @@ def test_wrong_usage_is_2_in_text_and_json(engine, capsys, argv):
     assert cli.main(argv, engine.root) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("argv", [[], ["--json"], ["--status"], ["--revert"]])
+def test_a_report_that_cannot_be_written(engine, target, argv):
+    """The exit status says what was done to the tree; Python would end with 120."""
+    if "--revert" in argv:
+        engine.ok(target)
+    with open("/dev/full", "w") as full:
+        done = run_cli(engine.root, target, *argv, stdout=full)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("note: the report could not be written (No space left on device)\n")
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert engine.ok(target, "--status")["state"] == ("applied" if argv in ([], ["--json"]) else "clean")
 
 
 def test_text_report(engine, target, capsys):

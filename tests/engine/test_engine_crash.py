@@ -1,5 +1,6 @@
 """Death at every step, errors in the middle, and two runs at once."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,9 @@ import time
 
 import pytest
 from dsv4_overlay_tools import cli, transaction
-from smallworld import ROOT, copy, make_repo, make_target, snapshot
+from dsv4_overlay_tools.errors import Refusal
+from dsv4_overlay_tools.target import Target
+from smallworld import RELEASE, ROOT, copy, make_repo, make_target, snapshot
 
 # Every system call by which the engine changes a tree or waits for the disk.
 STEPS = ("open", "write", "fchmod", "chmod", "utime", "fsync", "replace", "mkdir", "unlink",
@@ -93,8 +96,8 @@ def before_and_after(engine, tmp_path):
     return start, pristine, done, applied
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
-@pytest.mark.parametrize("mode", ["apply", "revert"])
+# Revert writes nothing: it only renames.
+@pytest.mark.parametrize("mode, torn", [("apply", False), ("apply", True), ("revert", False)])
 def test_death_at_every_step(engine, tmp_path, mode, torn):
     start, pristine, done, applied = before_and_after(engine, tmp_path)
     seen = []
@@ -165,6 +168,41 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     assert calls[end + 1] == ("sync", str(tree / transaction.STATE_DIR))
 
 
+@pytest.mark.parametrize("state, recovered, reverted", [
+    ("clean", "clean", "clean"),
+    ("begun", "clean", "clean"),
+    ("changing", "clean", "clean"),
+    ("applied", "applied", "clean"),
+    ("lost", "record-lost", "record-lost"),
+])  # fmt: skip
+def test_the_table_of_states(engine, tmp_path, state, recovered, reverted):
+    """The one in transaction.py, made here from an applied tree by hand."""
+    root = make_target(tmp_path / "t", "source")
+    pristine = snapshot(root)
+    engine.ok(root)
+    applied = snapshot(root)
+    if state not in ("applied", "changing"):
+        engine.ok(root, "--revert")
+    if state in ("begun", "lost"):
+        (root / transaction.ORIGINALS).mkdir(parents=True)
+        if state == "begun":
+            (root / transaction.STAGED).mkdir()
+    if state == "changing":
+        (root / transaction.RECORD).rename(root / transaction.JOURNAL)
+    for function, reached in ((transaction.recover, recovered), (transaction.revert, reverted)):
+        tree = copy(root, tmp_path / function.__name__)
+        target = Target(tree, "source", RELEASE)
+        if state == "lost":
+            with pytest.raises(Refusal) as refusal:
+                function(target)
+            assert refusal.value.code == reached
+            continue
+        assert transaction.state_of(tree) == state
+        function(target)
+        assert transaction.state_of(tree) == reached
+        assert snapshot(tree) == (applied if reached == "applied" else pristine)
+
+
 def test_an_edit_after_the_crash_is_not_lost(engine, tmp_path):
     engine.root = small_repo(tmp_path)
     tree = make_target(tmp_path / "t", "source")
@@ -178,6 +216,147 @@ def test_an_edit_after_the_crash_is_not_lost(engine, tmp_path):
     for mode in ([], ["--revert"]):
         assert engine.refused("edited-since-apply", tree, *mode)["path"] == "vllm/dsv4/deep/a.py"
         assert snapshot(tree) == before
+
+
+def when(monkeypatch, name, place, act):
+    """Have `act` done before the first call of os.`name` whose last argument is `place`."""
+    real, done = getattr(os, name), []
+
+    def call(*args, **kwargs):
+        if str(args[-1]) == str(place) and not done:
+            done.append(act())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+
+
+def fail(code):
+    raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize("path", ["vllm/config.py", "vllm/tool.sh", "vllm/sub/glue.py"])
+def test_an_edit_while_apply_runs_is_kept(engine, target, monkeypatch, path):
+    """Made when the originals have been copied; what was changed before it was noticed is put back."""
+    before = snapshot(target)
+    code = "source-changed" if path in before else "file-in-the-way"
+    with monkeypatch.context() as patch:
+        when(patch, "replace", target / transaction.JOURNAL, lambda: (target / path).write_bytes(b"mine\n"))
+        status, report = engine(target)
+    assert (status, report["error"]["code"], report["error"]["path"]) == (1, code, path)
+    assert "while this ran; everything was put back" in report["error"]["message"]
+    assert report["state"] == "clean"
+    after = snapshot(target)
+    assert after.pop(path)[2] == b"mine\n"
+    before.pop(path, None)
+    assert after == before
+
+
+def test_an_edit_while_revert_runs_is_kept(engine, target, monkeypatch):
+    engine.ok(target)
+    before = snapshot(target)
+    path = "vllm/noeol.py"
+    with monkeypatch.context() as patch:
+        when(patch, "replace", target / transaction.JOURNAL, lambda: (target / path).write_bytes(b"mine\n"))
+        status, report = engine(target, "--revert")
+    assert (status, report["error"]["code"], report["error"]["path"]) == (1, "edited-since-apply", path)
+    assert "everything was put back, so the overlay is applied" in report["error"]["message"]
+    assert report["state"] == "applied"
+    assert snapshot(target) == {**before, path: (*before[path][:2], b"mine\n")}
+    (target / path).write_bytes(before[path][2])
+    engine.ok(target, "--revert")
+
+
+def test_an_edit_before_the_crash_is_left_alone(engine, target, monkeypatch):
+    """Killed before the place of the edited file was taken: nothing of ours is in it, so nothing is refused."""
+    before = snapshot(target)
+    with monkeypatch.context() as patch:
+        when(patch, "replace", target / "vllm/noeol.py", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child = os.fork()
+        if child == 0:
+            cli.main([str(target), "--json"], engine.root)
+        os.waitpid(child, 0)
+    (target / "vllm/noeol.py").write_bytes(b"mine\n")
+    report = engine.ok(target, "--revert")
+    assert any("vllm/noeol.py was edited" in note for note in report["notes"])
+    assert snapshot(target) == {**before, "vllm/noeol.py": (*before["vllm/noeol.py"][:2], b"mine\n")}
+
+
+def test_revert_needs_no_room(engine, target, monkeypatch):
+    before = snapshot(target)
+    engine.ok(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda *args: fail(errno.ENOSPC))
+        engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("name", ["mkdir", "replace", "fsync"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_revert_that_cannot_be_finished_is_put_back(engine, target, monkeypatch, name, after):
+    engine.ok(target)
+    before = snapshot(target)
+    real, calls = getattr(os, name), []
+
+    def call(*args):
+        calls.append(args)
+        return fail(errno.ENOSPC) if len(calls) == after + 1 else real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, call)
+        status, report = engine(target, "--revert")
+    if len(calls) <= after:
+        assert (name, status) == ("mkdir", 0)
+        return
+    assert (status, report["error"]["code"], report["state"]) == (1, "not-writable", "applied")
+    assert report["error"]["message"].endswith("; everything was put back, so the overlay is applied.")
+    assert snapshot(target) == before
+    engine.ok(target, "--revert")
+
+
+@pytest.mark.parametrize("argv, state, said", [([], "applied", "applied"), (["--revert"], "clean", "off")])
+def test_when_only_the_last_sync_fails_the_change_stands(engine, target, monkeypatch, argv, state, said):
+    if argv:
+        engine.ok(target)
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", calls.append)
+        engine.ok(copied := copy(target, target.with_name("copied")), *argv)
+        last = len(calls)
+        patch.setattr(os, "fsync", lambda fd: calls.append(fd) or len(calls) == 2 * last and fail(errno.EIO))
+        status, report = engine(target, *argv)
+    assert (status, report["error"]["code"], report["state"]) == (1, "not-synced", state)
+    assert f"the overlay is {said}, but the disk may not have it yet" in report["error"]["message"]
+    assert snapshot(target) == snapshot(copied)
+    engine.ok(target, "--revert")
+
+
+@pytest.mark.parametrize("place, state, said", [
+    (transaction.JOURNAL, "clean", "everything was put back"),
+    (transaction.RECORD, "applied", "the overlay is applied"),
+])  # fmt: skip
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_two_renames_that_count(engine, target, monkeypatch, place, state, said, number):
+    with monkeypatch.context() as patch:
+        when(patch, "replace", target / place, lambda: os.kill(os.getpid(), number))
+        status, report = engine(target)
+    assert (status, report["error"]["code"], report["state"]) == (1, "interrupted", state)
+    assert report["error"]["message"] == f"Interrupted ({number.name}); {said}."
+    engine.ok(target)
+    engine.ok(target, "--revert")
+
+
+def test_what_apply_prepared_is_not_called_between_two_states(engine, target, monkeypatch):
+    before = snapshot(target)
+    with monkeypatch.context() as patch:
+        when(patch, "mkdir", target / transaction.ORIGINALS, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child = os.fork()
+        if child == 0:
+            cli.main([str(target), "--json"], engine.root)
+        os.waitpid(child, 0)
+    message = engine.refused("half-applied", target, "--status")["message"]
+    assert "between" not in message and "vLLM as it was" in message
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
 
 
 # A run in a process of its own that takes its time over each rename.

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from dsv4_overlay_tools import cli
 from smallworld import OVERLAY, RELEASE, Engine, git, make_repo, make_target, sha256, snapshot
 from test_engine_wheel import check_listing
 
@@ -41,6 +42,63 @@ def test_a_built_library_is_applied_recorded_and_reverted(repo, target, kind):
     assert snapshot(target) == before
 
 
+def recorded(target):
+    record = json.loads((target / "vllm/_dsv4_overlay/record.json").read_text())
+    return {key: record[f"overlay_{key}"] for key in ("version", "commit", "dirty")}
+
+
+def test_what_is_applied_is_named(repo, tmp_path, capsys):
+    """By version and commit: in the record, after apply and by --status, also when the repository moved on."""
+    engine, target = Engine(repo), make_target(tmp_path / "target", "source")
+    assert engine.ok(target, "--status")["overlay"] is None
+    known = {"version": "0.1.0", "commit": git(repo, "rev-parse", "HEAD"), "dirty": False}
+    assert engine.ok(target)["overlay"] == recorded(target) == known
+    (repo / "VERSION").write_text("0.2.0\n")
+    git(repo, "commit", "-q", "-a", "-m", "next")
+    assert engine.ok(target, "--status")["overlay"] == known
+    cli.main([str(target), "--status"], repo)
+    assert f"\noverlay 0.1.0, commit {known['commit']}\n" in capsys.readouterr().out
+    assert engine.ok(target, "--revert")["overlay"] is None
+
+
+@pytest.mark.parametrize(
+    "setting", [("status.showUntrackedFiles", "no"), ("core.excludesFile", "ignored"), ("status.branch", "true")]
+)
+def test_settings_of_git_hide_no_change(repo, tmp_path, setting, monkeypatch):
+    (tmp_path / "ignored").write_text("*.py\n")
+    git(repo, "config", setting[0], setting[1].replace("ignored", str(tmp_path / "ignored")))
+    engine, target = Engine(repo), make_target(tmp_path / "target", "source")
+    engine.ok(target)
+    assert recorded(target)["dirty"] is False
+    engine.ok(target, "--revert")
+    (repo / "overlay/common/vllm/dsv4/new.py").write_bytes(b"")
+    assert engine.ok(target)["overlay"]["dirty"] is True and recorded(target)["dirty"] is True
+
+
+def test_why_no_commit_is_recorded(repo, tmp_path, monkeypatch, capsys):
+    engine, target = Engine(repo), make_target(tmp_path / "target", "source")
+
+    def note():
+        report = engine.ok(target)
+        assert recorded(target)["commit"] is None and report["overlay"]["commit"] is None
+        engine.ok(target, "--revert")
+        (found,) = [note for note in report["notes"] if "is unknown and not recorded: " in note]
+        assert str(repo) in found
+        return found
+
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to say so
+    assert "run git config --global --add safe.directory " in note()
+    monkeypatch.delenv("GIT_TEST_ASSUME_DIFFERENT_OWNER")
+    assert engine.ok(target, "--check")["notes"] == []
+    (repo / ".git").rename(tmp_path / "git")
+    assert "it is no git checkout; use a clone, or set DSV4_OVERLAY_COMMIT" in note()
+    monkeypatch.setenv("DSV4_OVERLAY_COMMIT", "abc")
+    assert engine.ok(target)["notes"] == [] and recorded(target)["commit"] == "abc"
+    engine.ok(target, "--revert")
+    git(repo, "init", "-q")  # no commit yet
+    assert "git finds no commit in it; use a clone" in note()
+
+
 def test_a_library_built_later_needs_a_revert_first(repo, tmp_path):
     engine = Engine(repo)
     target = make_target(tmp_path / "target", "source")
@@ -62,7 +120,37 @@ def test_a_library_of_other_sources_is_named(engine, tmp_path):
     (engine.root / "csrc/a.cpp").write_bytes(b"one ")
     place.write_bytes(b'\x7fELF {"interface": 2, "sources": "%s"}' % sha256(b"one two").encode())
     target = make_target(tmp_path / "target", "source")
-    assert engine.ok(target, "--check")["notes"] == []
+    (place.parents[1] / "native.py").write_bytes(b"")
+    assert kernel_notes(engine.ok(target, "--check")) == []
     (engine.root / "csrc/b.cu").write_bytes(b"three")
-    (note,) = engine.ok(target)["notes"]
-    assert "was not built from csrc as it is; run scripts/build-kernels.sh" in note
+    for mode in (["--check"], [], [], ["--status"]):
+        (note,) = kernel_notes(engine.ok(target, *mode))
+        assert "was not built from csrc as it is; run scripts/build-kernels.sh" in note
+
+
+def kernel_notes(report):
+    return [note for note in report["notes"] if "build-kernels.sh" in note]
+
+
+def test_missing_native_kernels_are_named(engine, target, capsys):
+    """When applied and ever after, but not of an overlay without kernels, or of a vLLM without the overlay."""
+    assert kernel_notes(engine.ok(target)) == kernel_notes(engine.ok(target, "--status")) == []
+    engine.ok(target, "--revert")
+    loader = engine.root / "overlay/common/vllm/third_party/dsv4_kernels/native.py"
+    loader.parent.mkdir(parents=True)
+    loader.write_bytes(b"")
+    assert kernel_notes(engine.ok(target, "--status")) == []
+    for mode in (["--check"], [], [], ["--check"], ["--status"]):
+        (note,) = kernel_notes(engine.ok(target, *mode))
+        assert note.startswith("the native kernels are missing, so Triton's run in their place, on Hopper mostly ")
+        assert note.endswith("; run scripts/build-kernels.sh, --revert and apply again")
+    cli.main([str(target), "--status"], engine.root)
+    assert f"note: {note}\n" in capsys.readouterr().err
+    engine.ok(target, "--revert")
+    place = loader.parent / "lib/libdsv4_kernels.so"
+    place.parent.mkdir()
+    (engine.root / "csrc").mkdir()
+    place.write_bytes(b'"sources": "%s"' % sha256(b"").encode())
+    assert kernel_notes(engine.ok(target)) == []
+    place.unlink()
+    assert kernel_notes(engine.ok(target, "--status")) == []  # in vLLM it is there

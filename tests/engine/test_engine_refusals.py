@@ -1,9 +1,12 @@
 """Every refusal: its code, the place it names, and that nothing changed."""
 
+import json
 import os
+import signal
 
 import pytest
 from dsv4_overlay_tools import transaction
+from dsv4_overlay_tools.record import seal
 from smallworld import (
     EDITED,
     KINDS,
@@ -95,6 +98,76 @@ def test_source_changed_names_file_and_line(engine, target, mode):
     (target / "vllm/config.py").unlink()
     assert refused(engine, "source-changed", target)["path"] == "vllm/config.py"
     assert engine(target, "--status")[1]["state"] == "drifted"
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_file_relied_on_and_not_patched(engine, target, applied):
+    path = "vllm/sub/relied.py"
+    before = snapshot(target)
+    if applied:
+        engine.ok(target)
+    for damage in (lambda: (target / path).write_bytes(b"def renamed(): ...\n"), (target / path).unlink):
+        damage()
+        for mode in ([], ["--check"], ["--status"]):
+            error = refused(engine, "source-changed", target, *mode)
+            assert error["path"] == path
+            assert f"{path}, on which the overlay relies, is not the one of vLLM {RELEASE}" in error["message"]
+        assert engine(target, "--status")[1]["state"] == "drifted"
+    (target / path).write_bytes(b"mine\n")
+    engine.ok(target, "--revert")  # takes off what was applied, whatever else is there
+    (target / path).write_bytes(PRISTINE[path])
+    assert snapshot(target) == before
+
+
+def test_what_is_said_of_changed_sources_is_so(engine, tmp_path):
+    """Only a sha256 is known of the released file, so not where another one begins to differ from it."""
+    target = make_target(tmp_path / "t", "source")
+    text = PRISTINE["vllm/config.py"]
+    (target / "vllm/config.py").write_bytes(b"extra = 1\n" + text)
+    message = refused(engine, "source-changed", target)["message"]
+    assert "line 2 is not what the patch expects there" in message and "first" not in message
+    (target / "vllm/config.py").write_bytes(text.replace(b"line20 = 20", b"line20 = 21"))
+    assert "outside the lines the patch touches" in refused(engine, "source-changed", target)["message"]
+
+
+@pytest.fixture
+def no_waiting():
+    """A call that never returns is an error within seconds."""
+    def late(number, frame):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("path", ["vllm/config.py", "vllm/_version.py", "vllm/sub/glue.py", "vllm/sub/relied.py"])
+def test_a_fifo_is_no_file_and_is_not_waited_for(engine, target, no_waiting, path):
+    (target / path).unlink(missing_ok=True)
+    os.mkfifo(target / path)
+    if path == "vllm/_version.py":  # not touched
+        engine.ok(target)
+        engine.ok(target, "--revert")
+        return
+    code = "file-in-the-way" if "glue" in path else "source-changed"
+    for mode in ([], ["--check"], ["--status"]):
+        error = engine.refused(code, target, *mode)
+        assert error["path"] == path
+    assert engine.ok(target, "--revert")["state"] == "clean"  # looks for remains
+
+
+@pytest.mark.parametrize("path", [
+    "vllm/config.py", "vllm/_dsv4_overlay/record.json", "vllm/_dsv4_overlay/originals/vllm%2Fconfig.py.orig",
+])  # fmt: skip
+def test_a_fifo_after_apply(engine, target, no_waiting, path):
+    engine.ok(target)
+    (target / path).unlink()
+    os.mkfifo(target / path)
+    for mode in ([], ["--status"], ["--revert"]):
+        status, report = engine(target, *mode)
+        assert status == 1 and "plain file" in report["error"]["message"], report
 
 
 def test_a_changed_line_end_is_a_change(engine, tmp_path):
@@ -219,6 +292,31 @@ def test_patch_changed(engine, target):
     engine.ok(target)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["applied", "interrupted"])
+def test_another_release_checked_out_by_force(engine, tmp_path, whole):
+    """What git has put there since is git's; the rest is taken off."""
+    target = make_target(tmp_path / "t", "git")
+    newer = {"vllm/config.py": b"newer = 1\n", "vllm/odd.py": b"newer = 2\n"}
+    for path, data in newer.items():
+        (target / path).write_bytes(data)
+    (target / "vllm/noeol.py").unlink()
+    git(target, "commit", "-q", "-a", "-m", "next")
+    git(target, "tag", "v2.0.0")
+    clean = snapshot(target)
+    git(target, "checkout", "-q", "v1.0.0")
+    engine.ok(target)
+    if not whole:
+        (target / "vllm/_dsv4_overlay/record.json").rename(target / "vllm/_dsv4_overlay/journal.json")
+        (target / "vllm/_dsv4_overlay/staged").mkdir()
+    git(target, "checkout", "-q", "-f", "v2.0.0")
+    if whole:
+        assert "run --revert" in engine.refused("edited-since-apply", target, "--status")["message"]
+    note = engine.ok(target, "--revert")["notes"][0]
+    assert note == "left as installed since then: vllm/config.py, vllm/noeol.py, vllm/odd.py"
+    assert {path: found[2:] for path, found in snapshot(target).items()} == {
+        path: found[2:] for path, found in clean.items()}  # fmt: skip
+
+
 def test_vllm_upgraded_under_an_applied_overlay(engine, tmp_path):
     target = make_target(tmp_path / "t", "git")
     engine.ok(target)
@@ -234,7 +332,7 @@ def test_record_lost(engine, target):
     for mode in ([], ["--revert"], ["--status"]):
         record.unlink()
         refused(engine, "record-lost", target, *mode)
-        for bad in good[: len(good) // 2], b'{"files": [], "directories": []}', good.replace(b'"action"', b'"x"'):
+        for bad in good[: len(good) // 2], b'{"files": [], "directories": []}', b"[]", b'"x"', b"\xff", b"":
             record.write_bytes(bad)
             refused(engine, "record-lost", target, *mode)
         record.write_bytes(good)
@@ -274,6 +372,50 @@ def test_an_empty_argument(engine, target, argv, monkeypatch):
     assert snapshot(target) == before
 
 
+def resealed(data, change):
+    """The record `data` with `change` done to it, and a checksum that fits."""
+    record = json.loads(data)
+    del record["sha256"]
+    change(record)
+    return seal(record)
+
+
+def test_a_record_that_was_changed_is_not_believed(engine, target):
+    engine.ok(target)
+    record = target / "vllm/_dsv4_overlay/record.json"
+    good = record.read_bytes()
+    for old, new in [
+        (b'"path": "vllm/sub/glue.py"', b'"path": "vllm/sub/gone.py"'),  # would leave glue.py behind
+        (b'"mode": "0644"', b'"mode": "6755"'),
+        (b'"patches": [', b'"patches": [1,'),
+        (b'"release": "1.0.0"', b'"release": "1.0.1"'),
+        (b"\n", b"\r\n"),
+        (b'"directories"', b'"folders"'),
+    ]:
+        assert old in good
+        record.write_bytes(good.replace(old, new, 1))
+        for mode in ([], ["--revert"], ["--status"], ["--check"]):
+            assert "checksum" in refused(engine, "record-lost", target, *mode)["message"]
+    journal = record.with_name("journal.json")
+    record.rename(journal)
+    journal.write_bytes(good.replace(b"0644", b"6755", 1))
+    assert "checksum" in refused(engine, "record-lost", target, "--revert")["message"]
+
+
+@pytest.mark.parametrize("version", ["1", "3", None, 2])
+def test_a_record_in_another_format(engine, target, version):
+    """Its checksum, whatever it is there, is not looked at: the overlay that wrote it is named."""
+    engine.ok(target)
+    record = target / "vllm/_dsv4_overlay/record.json"
+    good = record.read_bytes()
+    record.write_bytes(resealed(good, lambda found: found.update(tool_version=version, overlay_commit="0123abcd")))
+    for mode in ([], ["--revert"], ["--status"]):
+        message = refused(engine, "record-format", target, *mode)["message"]
+        assert "version 0.1.0, commit 0123abcd" in message and repr(version) in message
+    record.write_bytes(good)
+    engine.ok(target, "--revert")
+
+
 def test_an_original_that_is_gone_or_damaged(engine, target):
     engine.ok(target)
     kept = target / "vllm/_dsv4_overlay/originals/vllm%2Fconfig.py.orig"
@@ -281,8 +423,9 @@ def test_an_original_that_is_gone_or_damaged(engine, target):
     kept.write_bytes(good[:-1])
     assert refused(engine, "record-lost", target, "--revert")["path"] == "vllm/config.py"
     kept.unlink()
-    refused(engine, "record-lost", target, "--revert")
-    assert engine.ok(target, "--status")["state"] == "applied"
+    for mode in ([], ["--check"], ["--status"], ["--revert"]):  # what cannot be taken off is not "applied"
+        assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
+        assert engine(target, *mode)[1]["state"] == "drifted"
 
 
 def test_a_file_of_somebody_else_in_our_folder(engine, target):
@@ -427,6 +570,12 @@ def test_a_patch_that_does_not_fit_its_own_pristine_file(engine, tmp_path):
     assert (error["path"], error["line"]) == ("vllm/config.py", 3)
 
 
+def edit_pins(folder, old, new):
+    text = (folder / "release.toml").read_text()
+    assert old in text
+    (folder / "release.toml").write_text(text.replace(old, new))
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -434,6 +583,11 @@ def test_a_patch_that_does_not_fit_its_own_pristine_file(engine, tmp_path):
         lambda folder: (folder / "series").unlink(),
         lambda folder: (folder / "release.toml").write_text("release = "),
         lambda folder: (folder / "release.toml").write_text('release = "1.0.0"\n'),
+        lambda folder: edit_pins(folder, "[files]", "files = 'none'\n[other]"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[[relied_on]]"),
+        lambda folder: edit_pins(folder, '[also."0.9.9"]', "also = 1\n[other]"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[relied_on]\n'vllm/config.py' = ''"),
+        lambda folder: edit_pins(folder, "[relied_on]", "[relied_on]\n'../config.py' = ''"),
         lambda folder: (folder / "rest.patch").write_bytes(b"not a header\n"),
         lambda folder: (folder / "rest.patch").write_bytes(header([]) + b"Hooks: again\n"),
     ],

@@ -1,5 +1,7 @@
 """The shell scripts: the environment they make for themselves, and where their output goes."""
 
+import contextlib
+import hashlib
 import json
 import os
 import re
@@ -8,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from smallworld import EDITED, PRISTINE, ROOT, make_repo, make_target, snapshot
+from smallworld import EDITED, PRISTINE, RELEASE, ROOT, make_repo, make_target, snapshot
 
 TOOL = """import os, sys
 print("tool", sys.argv[1:], os.environ["DSV4_OVERLAY_PYTHON"])
@@ -37,10 +40,8 @@ def environment(tmp_path, **more):
 
 
 def start(script, *args, env, **kwargs):
-    return subprocess.Popen(
-        [str(script), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        **kwargs,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+    return subprocess.Popen([str(script), *map(str, args)], text=True, env=env, **pipes)
 
 
 def test_output_is_that_of_the_tool_only(scripts, tmp_path):
@@ -108,6 +109,141 @@ def test_an_environment_that_cannot_be_made(scripts, tmp_path):
     run = start(scripts / "apply-patches.sh", env={**env, "XDG_CACHE_HOME": str(tmp_path / "file")})
     out, err = run.communicate()
     assert out == "" and err.startswith("error: bootstrap-failed: ") and err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- the scripts as they are
+
+
+@pytest.fixture
+def ready(tmp_path):
+    """What the scripts need to find an environment that is made already: this one."""
+    env = environment(tmp_path)
+    key = (ROOT / "scripts/requirements.txt").read_bytes() + sys.version.encode() + sys.base_prefix.encode()
+    python = tmp_path / f"cache/vllm-dsv4-overlay/venv-{hashlib.sha256(key).hexdigest()[:16]}/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return env
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A repository with the scripts as they are."""
+    repo = make_repo(tmp_path / "repo")
+    shutil.copytree(ROOT / "scripts", repo / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    return repo
+
+
+EVERY = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("scripts", "benchmarks", "docker", "deploy/kubernetes")
+    for path in (ROOT / folder).glob("*.sh")
+    if path.name != "testenv.sh"  # which others source
+)
+
+
+@pytest.mark.parametrize("script", EVERY)
+def test_help(script, ready, tmp_path):
+    """Of every script, also through a link, from anywhere, with nothing changed."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/one").symlink_to(ROOT / script)
+    (tmp_path / "two").symlink_to("links/one")
+    for call in ([ROOT / script, "--help"], [tmp_path / "two", "-h"]):
+        out, err = (run := start(*call, env=ready, cwd="/")).communicate(timeout=60)
+        assert (run.returncode, err) == (0, ""), err
+        assert Path(script).name in out
+    assert [path.name for path in (tmp_path / "cache/vllm-dsv4-overlay").iterdir()] == [
+        path.name for path in (tmp_path / "cache/vllm-dsv4-overlay").glob("venv-*")]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", EVERY)
+def test_what_is_beside_a_script_is_found_through_a_link(script):
+    """What --help does not show: the path of the script is always resolved first."""
+    assert not re.search(r'dirname (-- )?"?\$0', (ROOT / script).read_text())
+
+
+@pytest.mark.parametrize("script", ["apply-patches.sh", "check-series.sh"])
+def test_ctrl_c_at_any_moment_of_the_start(ready, copied, tmp_path, script):
+    """Of the shell, of two Pythons and of their imports: one sentence, no traceback."""
+    target = make_target(tmp_path / "target", "source")
+    before = snapshot(target)
+    said = set()
+    for step in range(15):
+        run = start(copied / "scripts" / script, target, "--check", env=ready, start_new_session=True)
+        time.sleep(step * 0.03)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+        assert "Traceback" not in err and "Error" not in err, err
+        said.add(err.partition(": ")[2].partition(":")[0])
+        assert snapshot(target) == before
+    assert "interrupted" in said
+
+
+def test_ctrl_c_while_the_tool_is_imported(ready, copied, tmp_path):
+    slow = copied / "scripts/dsv4_overlay_tools/cli.py"
+    slow.write_text(f"import time, pathlib\npathlib.Path({str(tmp_path / 'there')!r}).touch()\ntime.sleep(60)\n")
+    run = start(copied / "scripts/apply-patches.sh", "x", "--json", env=ready, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "there").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert (run.returncode, err, json.loads(out)["error"]["code"]) == (1, "", "interrupted")
+
+
+@pytest.mark.parametrize("damage", ["python", "module", "text"])
+def test_a_damaged_environment(ready, copied, tmp_path, damage):
+    """It is named, in JSON where that was asked for; the report has the keys that it always has."""
+    target = make_target(tmp_path / "target", "source")
+    (python,) = tmp_path.glob("cache/vllm-dsv4-overlay/venv-*/bin/python")
+    out, _ = start(copied / "scripts/apply-patches.sh", target, "--status", "--json", env=ready).communicate()
+    keys = list(json.loads(out))
+    if damage == "python":
+        python.write_bytes(b"\x7fELF")
+    else:  # as if a library were gone, or half written
+        text = b"import gone_since\n" if damage == "module" else b"def half(:\n"
+        (copied / "scripts/dsv4_overlay_tools/series.py").write_bytes(text)
+    run = start(copied / "scripts/apply-patches.sh", target, "--json", env=ready)
+    out, err = run.communicate()
+    report = json.loads(out)
+    assert (run.returncode, err, list(report), report["error"]["code"]) == (1, "", keys, "bootstrap-failed")
+    assert "remove " in report["error"]["message"] and "the next run makes it anew." in report["error"]["message"]
+    run = start(copied / "scripts/check-series.sh", env=ready)
+    out, err = run.communicate()
+    assert (run.returncode, out, err.count("\n")) == (1, "", 1) and err.startswith("error: bootstrap-failed: ")
+
+
+def test_standard_output_that_is_full(ready, copied, tmp_path):
+    """What was done is done, and the exit status says so; Python's own for this, 120, is never seen."""
+    target = make_target(tmp_path / "target", "source")
+    before = snapshot(target)
+    with open("/dev/full", "w") as full:
+
+        def run(*args):
+            done = start(*args, env=ready, stdout=full)
+            return done.wait(), done.stderr.read()
+
+        for options in ([], ["--status"], ["--revert"], ["--check", "--json"]):
+            status, err = run(copied / "scripts/apply-patches.sh", target, *options)
+            assert status == 0 and "the report could not be written (No space left on device)" in err, err
+            assert (snapshot(target) == before) == ("--revert" in options or "--check" in options)
+        status, err = run(copied / "scripts/check-release.sh", RELEASE, "--pristine", target)
+        assert (status, err) == (1, "error: not-readable: standard output: No space left on device.\n")
+
+
+def test_the_command_of_the_other_scripts(ready, copied):
+    for argument, status in (("", 2), ("--help", 0), ("matrix", 2)):
+        run = start(copied / "scripts/tools.sh", *argument.split(), env=ready)
+        out, err = run.communicate()
+        assert run.returncode == status and "usage: tools.sh {apply," in (err if status else out)
+
+
+def test_what_only_a_download_needs_is_not_imported_at_every_start():
+    program = "import sys; sys.path.insert(0, 'scripts'); import dsv4_overlay_tools.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-B", "-c", program], cwd=ROOT, capture_output=True, check=True)
+    assert not {"rich", "unearth", "ssl", "git"} & set(done.stdout.decode().split())
 
 
 @pytest.mark.skipif(bool(os.environ.get("PIP_NO_INDEX")), reason="needs a package index")

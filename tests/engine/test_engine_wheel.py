@@ -8,8 +8,10 @@ import subprocess
 import sys
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
+from dsv4_overlay_tools import cli
 from smallworld import EDITED, PRISTINE, RELEASE, make_target, metadata, record_row, snapshot
 
 
@@ -136,6 +138,60 @@ def test_upgrade_takes_the_overlay_with_it(engine, tmp_path, environment):
     assert (site / "vllm/config.py").read_bytes() == b"newer = 1\n"
     assert not (site / "vllm/_dsv4_overlay").exists() and not (site / "vllm/dsv4").exists()
     engine.refused("wrong-release", site)
+    pip(python, "uninstall", "-y", "vllm")
+    assert ours(site) == []
+
+
+def killed(engine, site, place):
+    """An apply that is killed when it is about to take `place`."""
+    child = os.fork()
+    if child == 0:
+        real = os.replace
+        os.replace = lambda a, b: os._exit(9) if str(b) == str(site / place) else real(a, b)
+        cli.main([str(site), "--json"], engine.root)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("argv", [["--revert"], []])
+@pytest.mark.parametrize("release", [RELEASE, "1.0.1", "0.9.9"])
+@pytest.mark.parametrize("place", ["vllm/odd.py", f"vllm-{RELEASE}.dist-info/RECORD"])
+def test_another_install_over_an_interrupted_apply(engine, tmp_path, environment, release, argv, place):
+    """pip replaces what its own list names. What it does not know is removed, what it installed is not touched."""
+    python, site = environment
+    install(python, site, make_wheel(tmp_path / "w", RELEASE))
+    killed(engine, site, place)
+    other = PRISTINE if release != "1.0.1" else {
+        **PRISTINE, "vllm/config.py": b"newer = 1\n", "vllm/new.py": b""}  # fmt: skip
+    if release == "1.0.1":
+        del other["vllm/noeol.py"]
+    wheel = make_wheel(tmp_path / "w", release, other)
+    pip(python, "install", "--no-index", "--no-deps", "--force-reinstall", str(wheel))
+    if release == RELEASE:  # each installer lists other files of its own
+        with open(site / f"vllm-{RELEASE}.dist-info/RECORD", "a") as listing:
+            listing.write(f"vllm-{RELEASE}.dist-info/uv_cache.json,,\n")
+    if release == "1.0.1" and not argv:
+        engine.refused("wrong-release", site)  # it has no series
+    elif not argv:
+        engine.ok(site)
+    engine.ok(site, "--revert")
+    files = {path: (site / path).read_bytes() for path in ours(site) if (site / path).is_file()}
+    assert {path: data for path, data in files.items() if path.startswith("vllm/") and ".pyc" not in path} == other
+    check_listing(site)
+    pip(python, "uninstall", "-y", "vllm")
+    assert ours(site) == []
+
+
+def test_an_edit_of_what_was_installed_since_is_refused_with_a_way_out(engine, tmp_path, environment):
+    python, site = environment
+    install(python, site, make_wheel(tmp_path / "w", RELEASE))
+    killed(engine, site, "vllm/odd.py")
+    (site / "vllm/config.py").write_bytes(b"mine = 1\n")
+    message = engine.refused("edited-since-apply", site, "--revert")["message"]
+    kept = message.split("copy ")[1].split(" there")[0]
+    (site / "vllm/config.py").write_bytes(Path(kept).read_bytes())
+    engine.ok(site, "--revert")
+    assert (site / "vllm/config.py").read_bytes() == PRISTINE["vllm/config.py"]
     pip(python, "uninstall", "-y", "vllm")
     assert ours(site) == []
 
