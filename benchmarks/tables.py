@@ -58,7 +58,8 @@ def tiny(value: float | None) -> str:
 def speedups(store: str, phase: str) -> dict[tuple[str, int, int], float]:
     """(case, tokens, heads) -> time of FlashMLA over that of the native kernels."""
     unnamed = {"decode": "full", "prefill": "scattered"}[phase]  # in results from before there were cases
-    return {(row.get("case", unnamed), row["tokens"], row["heads"]): row["speedup"] for row in load(ATTENTION)["results"]
+    rows = load(ATTENTION)["results"]
+    return {(row.get("case", unnamed), row["tokens"], row["heads"]): row["speedup"] for row in rows
             if (row["provider"], row["cache"], row["phase"]) == ("sm90", store, phase)}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""support-matrix.sh: the README's table of releases."""
+"""support-matrix.sh: the tables of releases in README.md and docs/releases.md."""
 
 import json
 
@@ -6,13 +6,17 @@ import pytest
 from dsv4_overlay_tools.matrix import END, START, matrix_main
 from smallworld import RELEASE, make_repo
 
+PAGES = ("README.md", "docs/releases.md")
+
 
 @pytest.fixture
 def repo(tmp_path):
     repo = make_repo(tmp_path)
     with (repo / f"patches/{RELEASE}/release.toml").open("a") as file:
         file.write('\n[gpus]\nhopper = "served"\nblackwell = "refused"\n')
-    (repo / "README.md").write_text(f"before\n{START}old\n{END}after\n")
+    (repo / "docs").mkdir()
+    for page in PAGES:
+        (repo / page).write_text(f"before\n{START}old\n{END}after\n")
     (repo / "benchmarks/results").mkdir(parents=True)
     return repo
 
@@ -25,9 +29,11 @@ def add_result(repo, name, **changes):
 
 def test_rows_of_every_release_served(repo):
     assert matrix_main([], repo) == 0
-    text = (repo / "README.md").read_text()
-    assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
-    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in text
+    short, full = ((repo / page).read_text() for page in PAGES)
+    for text in (short, full):
+        assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
+    assert "| 0.9.9 | not run | not run |\n| 1.0.0 | not run | not run |" in short
+    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in full
 
 
 def test_stale_with_every_new_fact(repo, capsys):
@@ -39,14 +45,15 @@ def test_stale_with_every_new_fact(repo, capsys):
         lambda: (repo / f"patches/{RELEASE}/series").write_text("config.patch\n"),
     ):
         change()
-        before = (repo / "README.md").read_bytes()
+        before = [(repo / page).read_bytes() for page in PAGES]
         assert matrix_main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
-        assert (repo / "README.md").read_bytes() == before
+        assert [(repo / page).read_bytes() for page in PAGES] == before
         assert matrix_main([], repo) == 0 and matrix_main(["--check"], repo) == 0
     bars = {"accuracy_e2e_a": "1 of 1 bars", "accuracy_e2e_b": "1 of 2 bars, 1 not run"}
     ran = bars | {"features_c": "1 of 2 steps"}
-    links = (f"[{words}](benchmarks/results/{name}.json) on H200" for name, words in ran.items())
-    assert f"| served; {'; '.join(links)} |" in (repo / "README.md").read_text()
+    links = (f"[{words}](../benchmarks/results/{name}.json) on H200" for name, words in ran.items())
+    assert f"| served; {'; '.join(links)} |" in (repo / PAGES[1]).read_text()
+    assert f"| {RELEASE} | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
 
 
 def test_results_that_are_no_evidence(repo):
@@ -59,12 +66,12 @@ def test_results_that_are_no_evidence(repo):
     assert matrix_main(["--check"], repo) == 0
 
 
-@pytest.mark.parametrize("what", ["markers", "gpus"])
+@pytest.mark.parametrize("what", [*PAGES, "gpus"])
 def test_what_is_missing_is_named(repo, capsys, what):
-    if what == "markers":
-        (repo / "README.md").write_text("no table\n")
+    if what in PAGES:
+        (repo / what).write_text("no table\n")
     else:
         pins = repo / f"patches/{RELEASE}/release.toml"
         pins.write_text(pins.read_text().partition("[gpus]")[0])
     assert matrix_main([], repo) == 1
-    assert {"markers": "lacks the lines", "gpus": "lacks 'gpus'"}[what] in capsys.readouterr().err
+    assert (f"{what} lacks the lines" if what in PAGES else "lacks 'gpus'") in capsys.readouterr().err
