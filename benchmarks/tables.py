@@ -86,8 +86,10 @@ def kl(name: str, pair: str) -> float:
 def headline() -> str:
     times = span(speedups("fp8", "decode").values(), ".1f")
     more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
-    return (f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as vLLM's\n"
-            f"own, FlashMLA, and a server on four of them writes {more}% more tokens a second.**\n")  # fmt: skip
+    return (
+        f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as\n"
+        f"vLLM's own, FlashMLA, and a server on four of them writes {more}% more tokens a second.**\n"
+    )
 
 
 def summary() -> str:
