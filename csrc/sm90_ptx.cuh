@@ -36,12 +36,17 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// Where a row of a pool is, by its index.
-__device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {
-  const unsigned row = index, page = __umulhi(pool.page.magic, row) + row >> pool.page.shift;
-  return static_cast<const uint8_t*>(pool.rows) + page * pool.page_stride +
+// Where a row of a pool is, by its index. Of what is no row, the pool's first: for copies of no bytes.
+struct Row {
+  bool exists;
+  const uint8_t* at;
+
+  __device__ __forceinline__ Row(const Pool& pool, uint32_t index) : exists(index < pool.count) {
+    const uint32_t row = exists ? index : 0, page = __umulhi(pool.page.magic, row) + row >> pool.page.shift;
+    at = static_cast<const uint8_t*>(pool.rows) + page * pool.page_stride +
          (row - page * pool.page.value) * pool.row_stride;
-}
+  }
+};
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

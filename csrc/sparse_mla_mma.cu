@@ -146,17 +146,16 @@ __device__ __forceinline__ void produce(const Params& p, uint8_t* smem, int warp
         next_lengths = Lengths(p, item + step);
         next_index = fetch_index(k, 0);
       }
-      const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
-      if (index >= 0) from = row_of(from_window ? p.swa : p.compressed, index);
-      const unsigned there = __ballot_sync(~0u, index >= 0) >> eighth;
+      const Row row(from_window ? p.swa : p.compressed, index);
+      const unsigned there = __ballot_sync(~0u, row.exists) >> eighth;
       // All rows are passed on before the first copy: a shuffle between copies waits until the ones before have left.
       int64_t rows[kRows / 4];
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i)
-        rows[i] = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), i * 4 + eighth) + chunk * 16;
+        rows[i] = __shfl_sync(~0u, reinterpret_cast<int64_t>(row.at), i * 4 + eighth) + chunk * 16;
       barrier_wait(L::empty(base, stage), parity);
       if (lane < kRows)
-        reinterpret_cast<float*>(smem + L::kBias)[stage * L::kKeys + row0 + lane] = index >= 0 ? 0.f : -INFINITY;
+        reinterpret_cast<float*>(smem + L::kBias)[stage * L::kKeys + row0 + lane] = row.exists ? 0.f : -INFINITY;
       const uint32_t to = base + L::kRing + stage * L::kStageBytes + (row0 + eighth) * L::kRowBytes;
       const uint32_t at[2] = {to + (chunk ^ L::swizzle(eighth)) * 16, to + (chunk ^ L::swizzle(eighth + 4)) * 16};
 #pragma unroll
@@ -352,7 +351,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8_t* smem, int warp
           uint32_t largest = 0;
 #pragma unroll
           for (int piece = 0; piece < kPieces; ++piece) largest = max(largest, largest_of[thread * kPieces + piece]);
-          q_scale[thread] = __int_as_float((largest << 16) & 0x7F800000);
+          q_scale[thread] = power_below(largest).x;
         }
       sync();
 #pragma unroll

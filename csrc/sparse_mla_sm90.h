@@ -24,7 +24,8 @@ struct Divisor {
 struct Pool {
   const void* rows;
   int64_t page_stride, row_stride;
-  Divisor page;  // rows of a page
+  Divisor page;    // rows of a page
+  uint32_t count;  // of rows, 2^31 at most: an index that is not below it, as no negative one is, is no row
 };
 
 // One call. Names and meaning: SparseMLACall in dsv4_kernels/interface.py. Strides are in elements.

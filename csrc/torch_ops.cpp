@@ -209,7 +209,8 @@ dsv4::Pool pool(const char* name, const Tensor& x, bool fp8) {
   const int64_t bytes = fp8 ? 1 : 2, page = x.stride(0) * bytes, row = x.stride(1) * bytes;
   require(page % 16 == 0 && row % 16 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, name,
           " must have rows that start at multiples of 16 bytes.");
-  return {x.data_ptr(), page, row, static_cast<int32_t>(x.size(1))};
+  const int64_t rows = std::min(x.size(0) * x.size(1), int64_t{1} << 31);
+  return {x.data_ptr(), page, row, static_cast<int32_t>(x.size(1)), static_cast<uint32_t>(rows)};
 }
 
 void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Tensor topk_lens, Tensor visible,
