@@ -36,15 +36,25 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same of 8 bytes.
+__device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// x / by, below 2^31.
+__device__ __forceinline__ uint32_t divided(uint32_t x, const Divisor& by) {
+  return __umulhi(by.magic, x) + x >> by.shift;
+}
 // Where a row of a pool is, by its index. Of what is no row, the pool's first: for copies of no bytes.
 struct Row {
   bool exists;
-  const uint8_t* at;
+  uint32_t in_page;
+  const uint8_t *page, *at;
 
   __device__ __forceinline__ Row(const Pool& pool, uint32_t index) : exists(index < pool.count) {
-    const uint32_t row = exists ? index : 0, page = __umulhi(pool.page.magic, row) + row >> pool.page.shift;
-    at = static_cast<const uint8_t*>(pool.rows) + page * pool.page_stride +
-         (row - page * pool.page.value) * pool.row_stride;
+    const uint32_t row = exists ? index : 0, number = divided(row, pool.page);
+    in_page = row - number * pool.page.value;
+    page = static_cast<const uint8_t*>(pool.rows) + number * pool.page_stride;
+    at = page + in_page * pool.row_stride;
   }
 };
 __device__ __forceinline__ float exp2_fast(float x) {

@@ -158,7 +158,7 @@ struct Item {
     token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
     const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
     window = max(0, min(visible, kWindow));
-    keys = window + (visible > 0 ? max(0, min(topk, p.width) - kWindow) : 0);
+    keys = window + (visible > 0 ? max(kWindow, min(topk, p.width)) - kWindow : 0);
     tiles = (keys + kTile - 1) / kTile;
   }
 };

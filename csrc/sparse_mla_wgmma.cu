@@ -30,7 +30,7 @@ struct Item {
     token = i / (p.splits * p.head_blocks);
     head0 = i / p.splits % p.head_blocks * heads;
     window = max(0, min(lengths.visible, kWindow));
-    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
+    const int picked = lengths.visible > 0 ? max(kWindow, min(lengths.topk, p.width)) - kWindow : 0;
     const int all = window + picked;
     const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
     first = min(i % p.splits * share, all);

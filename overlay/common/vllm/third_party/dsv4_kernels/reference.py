@@ -29,7 +29,8 @@ def _attend(call: SparseMLACall, tokens: slice) -> None:
     in_window = column < SWA_COLUMNS
     visible = call.visible[tokens, None]
     active = torch.where(in_window, column < visible, column < call.topk_lens[tokens, None])
-    active &= (visible > 0) & (indices >= 0)
+    rows = torch.where(in_window, _rows(call.swa_pool), _rows(call.compressed_pool))
+    active &= (visible > 0) & (indices >= 0) & (indices < rows)
 
     rows = torch.where(
         in_window[None, :, None],
@@ -53,6 +54,10 @@ def _attend(call: SparseMLACall, tokens: slice) -> None:
     out = torch.einsum("thk,tkd->thd", weights, rows) * call.bmm2_scale
     out = torch.where(total[..., None] > 0, out / total[..., None], 0.0)
     call.out[tokens].copy_(out)
+
+
+def _rows(pool: torch.Tensor) -> int:
+    return pool.shape[0] * pool.shape[1]
 
 
 def _gather(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

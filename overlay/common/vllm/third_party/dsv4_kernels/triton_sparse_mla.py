@@ -56,9 +56,11 @@ def sparse_mla_triton(call: SparseMLACall) -> None:
         call.swa_pool.stride(0),
         call.swa_pool.stride(1),
         call.swa_pool.shape[1],
+        call.swa_pool.shape[0] * call.swa_pool.shape[1],
         call.compressed_pool.stride(0),
         call.compressed_pool.stride(1),
         call.compressed_pool.shape[1],
+        call.compressed_pool.shape[0] * call.compressed_pool.shape[1],
         call.indices.stride(0),
         call.indices.shape[1],
         call.out.stride(0),
@@ -104,7 +106,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 # Splits and width change from step to step; neither may select a new kernel while requests wait.
-@triton.jit(do_not_specialize=["splits", "width"])
+@triton.jit(do_not_specialize=["splits", "width", "swa_rows", "compressed_rows"])
 def _attend_kernel(
     q_ptr,
     swa_ptr,
@@ -125,9 +127,11 @@ def _attend_kernel(
     swa_page_stride,
     swa_row_stride,
     swa_page,
+    swa_rows,
     compressed_page_stride,
     compressed_row_stride,
     compressed_page,
+    compressed_rows,
     indices_stride,
     width,
     out_token_stride,
@@ -161,9 +165,11 @@ def _attend_kernel(
     if swa_ptr.dtype.element_ty == tl.bfloat16:
         score_scale = tl.full((BLOCK_H,), 1.0, tl.float32)
     else:
-        # q / 2^e fits fp16 whatever q is; the power of two goes back in with the scale.
+        # q / 2^e fits fp16 whatever q is; the power of two goes back in with the scale. From 2^-126 to 2^126, so
+        # that its inverse is a normal number too: q is at most 4 then.
         q = q.to(tl.float32)
         exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E800000)
         inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
         q = (q * inverse[:, None]).to(tl.float16)
         score_scale = exponent.to(tl.float32, bitcast=True)
@@ -175,11 +181,11 @@ def _attend_kernel(
     row_indices_ptr = indices_ptr + token * indices_stride
     acc, largest, total = _attend_pool(
         acc, largest, total, q, score_scale, swa_ptr, swa_page_stride, swa_row_stride, swa_page,
-        row_indices_ptr, tl.minimum(begin, swa_blocks), tl.minimum(end, swa_blocks), swa_len, BLOCK_N,
+        swa_rows, row_indices_ptr, tl.minimum(begin, swa_blocks), tl.minimum(end, swa_blocks), swa_len, BLOCK_N,
     )  # fmt: skip
     acc, largest, total = _attend_pool(
         acc, largest, total, q, score_scale, compressed_ptr, compressed_page_stride, compressed_row_stride,
-        compressed_page, row_indices_ptr + _SWA_COLUMNS, tl.maximum(begin - swa_blocks, 0),
+        compressed_page, compressed_rows, row_indices_ptr + _SWA_COLUMNS, tl.maximum(begin - swa_blocks, 0),
         tl.maximum(end - swa_blocks, 0), compressed_len, BLOCK_N,
     )  # fmt: skip
 
@@ -213,6 +219,7 @@ def _attend_pool(
     page_stride,
     row_stride,
     page,
+    pool_rows,
     indices_ptr,
     begin,
     end,
@@ -224,8 +231,8 @@ def _attend_pool(
     for block in range(begin, end):
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         index = tl.load(indices_ptr + column, mask=column < length, other=-1)
-        active = index >= 0
-        index = tl.maximum(index, 0)
+        active = (index >= 0) & (index < pool_rows)
+        index = tl.where(active, index, 0)
         row = (index // page).to(tl.int64) * page_stride + (index % page).to(tl.int64) * row_stride
         # Rows that are not keys are not read: they may hold anything, NaN included.
         rows = tl.load(pool_ptr + row[:, None] + dim, mask=active[:, None], other=0.0)
