@@ -1,4 +1,4 @@
-"""support-matrix.sh: the README's table of releases."""
+"""support-matrix.sh: the tables of releases in README.md and docs."""
 
 import json
 import sys
@@ -8,7 +8,6 @@ from smallworld import RELEASE, ROOT, make_repo
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from support_matrix import END, START, main  # noqa: E402
-
 
 PAGES = ("README.md", "docs/releases.md")
 
