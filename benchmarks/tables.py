@@ -31,6 +31,7 @@ CASES = {
 }
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
+WEIGHTS = {"dummy": "dummy, with equal index scores, which is the slowest case of vLLM's top-k for all three alike"}
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 
@@ -174,7 +175,9 @@ def serving(names: Iterable[str] = SERVING) -> str:
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
-    return markdown(head, rows)
+    weights = " or ".join(dict.fromkeys(WEIGHTS.get(load(name)["weights"], load(name)["weights"]) for name in names))
+    repeats = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
+    return f"{markdown(head, rows)}\nWeights: {weights}. Measured so often, the median being shown: {repeats}.\n"
 
 
 def serving_share() -> str:
