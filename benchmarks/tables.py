@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,6 @@ CASES = {
 }
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
-WEIGHTS = {"dummy": "dummy, with equal index scores, which is the slowest case of vLLM's top-k for all three alike"}
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 
@@ -94,8 +94,8 @@ def headline() -> str:
 
 
 def summary() -> str:
-    capacity = {store: run["kv_cache"]["tokens_per_gib"]
-                for store, run in load(MODELS["V4-Flash's shape, TP 4"])["runs"].items()}  # fmt: skip
+    runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
+    capacity = {store: runs[store]["kv_cache"]["tokens_per_gib"] for store in BACKENDS}
     stock, requests = capacity["flashmla"], served()
     rows = [["Tokens in 1 GiB of cache", stock,
              *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
@@ -160,8 +160,10 @@ def models() -> str:
     for title, name in MODELS.items():
         runs = load(name)["runs"]
         calls = ["prefill", *sorted(runs["flashmla"]["decode"], key=int)]
-        speeds = {run: [({"prefill": of["prefill"]} | of["decode"])[call]["tokens_per_second"] for call in calls]
-                  for run, of in runs.items()}  # fmt: skip
+        speeds = {}
+        for run in BACKENDS:  # and its further starts, `run-2` and so on
+            starts = [{"prefill": of["prefill"]} | of["decode"] for key, of in runs.items() if key.split("-")[0] == run]
+            speeds[run] = [median(start[call]["tokens_per_second"] for start in starts) for call in calls]
         for run, backend in BACKENDS.items():
             cells = [f"{a:.0f}" if run == "flashmla" else f"{a / b:.2f}"
                      for a, b in zip(speeds[run], speeds["flashmla"], strict=True)]  # fmt: skip
@@ -175,9 +177,9 @@ def serving(names: Iterable[str] = SERVING) -> str:
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
-    weights = " or ".join(dict.fromkeys(WEIGHTS.get(load(name)["weights"], load(name)["weights"]) for name in names))
-    repeats = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
-    return f"{markdown(head, rows)}\nWeights: {weights}. Measured so often, the median being shown: {repeats}.\n"
+    weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
+    times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
+    return f"{markdown(head, rows)}\nWeights: {weights}. Each the median of {times}.\n"
 
 
 def serving_share() -> str:
