@@ -160,13 +160,13 @@ def models() -> str:
     for title, name in MODELS.items():
         runs = load(name)["runs"]
         calls = ["prefill", *sorted(runs["flashmla"]["decode"], key=int)]
-        speeds = {}
-        for run in BACKENDS:  # and its further starts, `run-2` and so on
-            starts = [{"prefill": of["prefill"]} | of["decode"] for key, of in runs.items() if key.split("-")[0] == run]
+        speeds: dict[str, list[float]] = {}
+        for run, backend in BACKENDS.items():  # FlashMLA first; further starts are `run-2` and so on
+            starts = [of for key, of in runs.items() if key.split("-")[0] == run]
+            starts = [start["decode"] | {"prefill": start["prefill"]} for start in starts]
             speeds[run] = [median(start[call]["tokens_per_second"] for start in starts) for call in calls]
-        for run, backend in BACKENDS.items():
-            cells = [f"{a:.0f}" if run == "flashmla" else f"{a / b:.2f}"
-                     for a, b in zip(speeds[run], speeds["flashmla"], strict=True)]  # fmt: skip
+            pairs = zip(speeds[run], speeds["flashmla"], strict=True)
+            cells = [f"{a:.0f}" if run == "flashmla" else f"{a / b:.2f}" for a, b in pairs]
             rows.append([f"{title}, {backend}", *cells, runs[run]["kv_cache"]["tokens_per_gib"]])
     return markdown(["", "prefill", *(f"decode, {n}" for n in calls[1:]), "tokens in 1 GiB"], rows)
 
