@@ -107,6 +107,20 @@ def test_speed_ups_are_of_the_native_kernels_and_of_valid_runs(monkeypatch):
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
+def test_several_starts_of_a_model_count_by_their_median(monkeypatch):
+    def start(speed):
+        rate = {"tokens_per_second": speed}
+        return {"prefill": rate, "decode": {"16": rate, "1": rate}, "kv_cache": {"tokens_per_gib": 7}}
+
+    speeds = {"flashmla": 100.0, "fp8": 90.0, "bf16": 100.0, "fp8-2": 200.0, "fp8-3": 300.0}
+    runs = {name: start(speed) for name, speed in speeds.items()}
+    monkeypatch.setattr(tables, "MODELS", {"a model": "a"})
+    monkeypatch.setattr(tables, "load", {"a": {"runs": runs}}.get)
+    head, _, stock, fp8, _ = tables.models().splitlines()
+    assert head == "|  | prefill | decode, 1 | decode, 16 | tokens in 1 GiB |"
+    assert stock == "| a model, FlashMLA | 100 | 100 | 100 | 7 |" and "| 2.00 | 2.00 | 2.00 | 7 |" in fp8
+
+
 def test_the_changelog_begins_with_this_version():
     version = (ROOT / "VERSION").read_text().strip()
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
