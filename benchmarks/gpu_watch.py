@@ -63,7 +63,7 @@ class Watch:
         self._samples.append((time.monotonic(), values))
 
     def summary(self, since: float = 0.0) -> list[dict[str, Any]] | str:
-        """Of each GPU, [least, median, most] of the samples after `since` (`time.monotonic`), at least the last."""
+        """Of each GPU, [least, median, most] of the samples since `since` (`time.monotonic`), or of the last."""
         if self.problem:
             return self.problem
         taken = [values for at, values in self._samples if at >= since] or [self._samples[-1][1]]
