@@ -298,13 +298,13 @@ def merged(rounds: list[list[dict[str, Any]]], ceiling: dict[str, float]) -> lis
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["case       cache  heads tokens    keys  provider         us   FlashMLA  speedup  least   most  roofline"]
+    lines = ["case       cache  heads tokens    keys  provider        us   FlashMLA  speedup  least   most  share"]
     for row in results:
         ratios = row["rounds"]["speedup"]
         lines.append(
-            "{case:11}{cache:6}{heads:6}{tokens:7}{keys_a_token:8.0f}  {provider:10}{us:9.1f}{flashmla_us:11.1f}"
+            "{case:11}{cache:6}{heads:6}{tokens:7}{keys_a_token:8.0f}  {provider:9}{us:9.1f}{flashmla_us:11.1f}"
             "{speedup:9.2f}".format(**row)
-            + f"{min(ratios):7.2f}{max(ratios):7.2f}{row['roofline_share']:10.2f}"
+            + f"{min(ratios):7.2f}{max(ratios):7.2f}{row['roofline_share']:7.2f}"
         )
     return "\n".join(lines)
 

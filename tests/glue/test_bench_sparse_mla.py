@@ -115,6 +115,6 @@ def test_rounds_are_shown_beside_their_median():
     assert found["rounds"]["speedup"] == [2.0, 1.0, 3.0] and found["keys_a_token"] == 640
     moved = 1280 * 512 + 2 * 2 * 64 * 512 * 2
     assert found["roofline_share"] == pytest.approx(moved / 4e12 / 10e-6, abs=1e-3)
-    assert "full       fp8       64      2     640  sm90           10.0       20.0     2.00   1.00   3.00" in (
+    assert "full       fp8       64      2     640  sm90          10.0       20.0     2.00   1.00   3.00" in (
         bench.table([found])
     )
