@@ -1,0 +1,22 @@
+"""Index scores of vLLM's dummy weights are all equal, those of benchmarks/seeded_weights.py differ."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_index_scores_of_dummy_weights(applied):
+    env = os.environ | {"PYTHONPATH": str(applied), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, HERE / "dummy_model.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["False"] == {"distinct": 1, "finite": True}
+    assert found["True"] == {"distinct": 32, "finite": True}
+    assert found["same again"] and found["expert scales"] == [119]
+    indexer = [name.rsplit(".", 2)[-2:] for name in found["names"] if ".layers.2." in name and ".indexer." in name]
+    assert sorted(map(".".join, indexer)) == ["compressor.ape", "fused_wkv_wgate.weight", "norm.weight",
+                                              "weights_proj.weight", "wq_b.weight"]  # fmt: skip
