@@ -1,14 +1,14 @@
 """Dummy weights by which index scores differ, for `--load-format dummy`; vLLM's own are near zero.
 
-With those every index score is the same, which is the worst case of vLLM's top-k: 3206 us a layer of 8192 tokens where
-distinct scores take 84 (H200). Here the weights that decide queries, keys and index scores get the size that they have
-in a trained model: embeddings, norms, and the projections of attention, compressors and indexers. MXFP4 experts, whose
-bytes vLLM leaves as the memory had them, get random values of a like size. All else stays as vLLM fills it. A tensor
-is drawn by a seed of its name, so every start, and every rank, has the same.
+With those every index score is the same, which is the worst case of vLLM's top-k: 3206 us a layer of 8192 tokens
+where distinct scores take 84 (H200). Here the weights that decide queries, keys and index scores get the size that
+they have in a trained model: embeddings, norms, and the projections of attention, compressors and indexers. MXFP4
+experts, whose bytes vLLM leaves as the memory had them, get random values of a like size. All else stays as vLLM
+fills it. A tensor is drawn by a seed of its name, so every start, and every rank, has the same.
 
-A worker of vLLM imports this as `worker_extension_cls` before it loads the model:
+A worker of vLLM imports this as `worker_extension_cls` before it loads the model; this folder is on PYTHONPATH:
 
-    vllm serve … --load-format dummy --worker-extension-cls seeded_weights.SeededWeights     (this folder on PYTHONPATH)
+    vllm serve … --load-format dummy --worker-extension-cls seeded_weights.SeededWeights
 """
 
 from __future__ import annotations

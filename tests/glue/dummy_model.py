@@ -1,9 +1,13 @@
-"""Runs in a process of its own: a small DeepSeek V4 of vLLM's own layers, filled by its dummy loader; prints how many
-of its index scores are equal, without and with benchmarks/seeded_weights.py. Experts and kernels are left out."""
+"""Runs in a process of its own: a small DeepSeek V4 of vLLM's own layers, filled by its dummy loader.
+
+Prints how many of its index scores differ, without and with benchmarks/seeded_weights.py. Experts and kernels are
+left out.
+"""
 
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import hopper
@@ -53,9 +57,12 @@ def build():
         from vllm.models.deepseek_v4 import attention
         from vllm.models.deepseek_v4.nvidia import model
     except ModuleNotFoundError:  # up to 0.21.0
+        name = "vllm.model_executor.layers.mhc"  # needs TileLang
+        sys.modules[name] = types.ModuleType(name)
         from vllm.model_executor.layers import deepseek_v4_attention as attention
         from vllm.model_executor.models import deepseek_v4 as model
     attention.SparseAttnIndexer, model.DeepseekV4MoE = Nothing, Experts
+    model.DeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         initialize_model_parallel(1)
