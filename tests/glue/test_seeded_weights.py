@@ -1,0 +1,23 @@
+"""Index scores of vLLM's dummy weights are all equal, those of benchmarks/seeded_weights.py differ."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_index_scores_of_dummy_weights(applied):
+    env = os.environ | {"PYTHONPATH": str(applied), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, HERE / "dummy_model.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["False"] == {"distinct": 1, "finite": True}
+    assert found["True"] == {"distinct": 32, "finite": True}
+    assert found["same again"] and found["expert scales"] == [119]
+    layer = [name for name in found["names"] if ".layers.2." in name]
+    indexer = {name.split(".indexer.")[1] for name in layer if ".indexer." in name}
+    assert {"compressor.ape", "compressor.fused_wkv_wgate.weight", "compressor.norm.weight", "weights_proj.weight",
+            "wq_b.weight"} <= indexer  # fmt: skip
