@@ -101,7 +101,9 @@ def summary() -> str:
              *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
     for phase in ("decode", "prefill"):
         rows.append([f"Attention, {phase}", 1, *(span(speedups(s, phase).values()) for s in ("fp8", "bf16"))])
-    for what, title, power in (("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1)):
+    for what, title, power in (
+        ("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1),
+    ):  # fmt: skip
         better = (span(ratio**power for ratio in ratios(s, what)) for s in ("fp8", "bf16"))
         rows.append([f"{title}, {span(requests, 'd')} requests", 1, *better])
     rows.append(["Mean KL (less is better)", *(tiny(kl("accuracy_e2e_h200", f"truth|{s}")) for s in BACKENDS)])
