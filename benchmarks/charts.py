@@ -21,7 +21,7 @@ CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
 # Of sparse_mla.py: case, tokens, label.
 ATTENTION = [("full", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
-SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, rows drawn at random")  # of results up to 0.1.0
+SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results up to 0.1.0
 # Of `vllm bench serve`: key, what the ratio is of, whether more is better.
 SERVING = [
     ("output_throughput", "output tokens a second", True),
@@ -83,9 +83,9 @@ def grouped(panel: Any, series: dict[str, dict[int, Bar]], size: float) -> None:
                   [high - v for v, high in zip(values, most, strict=True)]]  # fmt: skip
         drawn = panel.bar(at, values, width * 0.94, label=label, yerr=spread, error_kw={"elinewidth": 0.8})
         panel.bar_label(drawn, fmt="%.2f", fontsize=size, padding=2, rotation=90 if len(series) > 2 else 0)
-    panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    panel.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     panel.set_xticks(range(len(places)), [str(place) for place in places])
-    panel.set_ylim(0, panel.get_ylim()[1] * 1.08)
+    panel.margins(y=0.16)  # for the values; of the highest panel, where they share an axis
     panel.spines[["top", "right"]].set_visible(False)
 
 
@@ -106,7 +106,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         grouped(panel, series, 7)
         panel.set(title=CACHES[cache], ylabel="times as fast as FlashMLA", xlabel="attention heads a GPU")
     figure.suptitle(f"Sparse MLA attention over FlashMLA on one {gpu} (higher is better; dashed: FlashMLA)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
     figure.savefig(docs / "attention_speedup.svg", metadata={"Date": None})
 
     figure, rows = pyplot.subplots(
