@@ -2,16 +2,17 @@
 """Serving benchmark: FlashMLA against FLASHINFER_MLA_SPARSE_DSV4 in BF16 and FP8, through `vllm bench serve`.
 
     benchmarks/serve.sh --model DIR --tensor-parallel-size 4 --work /tmp/serve --out results.json
-    benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, dummy weights, no download
+    benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, no download: dummy weights,
+                                                       with seeded ones for what index scores come from
     benchmarks/serve.sh --dummy /tmp/v4-share --share-of 4 --tensor-parallel-size 1 ...
-    benchmarks/serve.sh --draw results.json            the table, and the chart results.svg
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
 other on the same GPUs. Each measurement comes after one that does not count, of as many prompts of
 the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps
 are the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
-TileLang, DeepGEMM and FlashInfer), the result names. What is in --work is not measured again, so an
+TileLang, DeepGEMM and FlashInfer), the result names. --repeat N measures N times; the result has the median,
+every figure, and the clocks and temperature meanwhile. What is in --work is not measured again, so an
 interrupted command can be given once more; --output-len and --concurrency make it shorter, and the
 result says so. --profile adds, with the first concurrency, the
 share of attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine
@@ -44,6 +45,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -53,7 +55,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path += [str(REPO / "benchmarks"), str(REPO / "scripts")]
+BENCHMARKS = str(REPO / "benchmarks")
+sys.path += [BENCHMARKS, str(REPO / "scripts")]
+
+from gpu_watch import Watch  # noqa: E402
 
 VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
@@ -66,11 +71,12 @@ RUNS = {
 ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
+SEEDED = ["--load-format", "dummy", "--worker-extension-cls", "seeded_weights.SeededWeights"]
 PROFILED_STEPS = 8
 SHARES = (1, 2, 4, 8)
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
-COMPILED = "* (hatched): kernels were compiled while the clock ran, so not to be compared"
+COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
 # Key in the result of `vllm bench serve`, heading, factor.
 COLUMNS = [
     ("duration", "s", 1.0),
@@ -123,8 +129,10 @@ class Server:
             "--tensor-parallel-size", str(args.tensor_parallel_size), "--block-size", "256",
             "--max-model-len", str(args.max_model_len), "--max-num-seqs", str(args.max_num_seqs),
             "--no-enable-prefix-caching", "-cc.cudagraph_mode=FULL_AND_PIECEWISE",
-            *(["--load-format", "dummy"] if args.dummy else []), *args.serve_options,
+            *(SEEDED if args.dummy else []), *args.serve_options,
         ]  # fmt: skip
+        paths = (BENCHMARKS, os.environ.get("PYTHONPATH"))
+        self.env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         if args.profile:
             self.command += ["--profiler-config", json.dumps({
                 "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
@@ -137,7 +145,9 @@ class Server:
             stop(f"something serves at {self.url} already; end it, or give another --port.")
         began = time.monotonic()
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=self.env, start_new_session=True
+            )
         print("+", " ".join(self.command), f"> {self.log}", flush=True)
         try:
             while not self.healthy():
@@ -261,23 +271,34 @@ def attention_share(folder: Path) -> dict[str, Any]:
     }
 
 
+def place(args: argparse.Namespace, name: str, count: int, repeat: int) -> Path:
+    return args.work / f"{name}-{count}-{repeat}.json"
+
+
 def measure(args: argparse.Namespace, name: str) -> None:
     """Whatever of run `name` is not in --work yet."""
-    missing = [count for count in args.concurrency if not (args.work / f"{name}-{count}.json").exists()]
+    missing = {
+        count: [n for n in range(1, args.repeat + 1) if not place(args, name, count, n).exists()]
+        for count in args.concurrency
+    }
     profiles = args.profile and not any((args.work / f"{name}-profile").glob(TRACE))
-    if not missing and not profiles:
+    if not any(missing.values()) and not profiles:
         return
     with Server(args, name) as server:
         facts = {"kv_cache_tokens": server.capacity(), "start_seconds": round(server.seconds),
                  "command": server.command}  # fmt: skip
         write(args.work / f"{name}.json", facts)
-        for number, count in enumerate(missing, 1):
-            print(f"{name}: {count} at once, {number} of {len(missing)}", flush=True)
-            warm_up(args, server, count)
-            before = compiled()
-            found = bench(args, server, count, args.output_len)
-            found["compiled"] = sorted(compiled() - before)
-            write(args.work / f"{name}-{count}.json", found)
+        for count, repeats in missing.items():
+            if repeats:
+                warm_up(args, server, count)
+            for repeat in repeats:
+                print(f"{name}: {count} at once, {repeat} of {args.repeat}", flush=True)
+                before = compiled()
+                with Watch() as watch:
+                    found = bench(args, server, count, args.output_len)
+                    found["gpu_meanwhile"] = watch.summary()
+                found["compiled"] = sorted(compiled() - before)
+                write(place(args, name, count, repeat), found)
         if profiles:
             output = profile_delay(args) + 4 * PROFILED_STEPS
             bench(args, server, args.concurrency[0], output, "--profile")
@@ -288,7 +309,7 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": where,
-        "weights": "dummy" if args.dummy else "real",
+        "weights": "dummy, seeded index scores" if args.dummy else "real",
         "share_of": args.share_of,
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": args.input_len,
@@ -298,9 +319,13 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
     for name in args.runs:
         run = json.loads((args.work / f"{name}.json").read_text()) | {"concurrency": {}}
         for count in args.concurrency:
-            found = json.loads((args.work / f"{name}-{count}.json").read_text())
-            kept = [*(key for key, _, _ in COLUMNS), "total_input_tokens", "total_output_tokens", "compiled"]
-            run["concurrency"][str(count)] = {key: found[key] for key in kept}
+            every = [json.loads(place(args, name, count, n).read_text()) for n in range(1, args.repeat + 1)]
+            figures = [*(key for key, _, _ in COLUMNS), "total_input_tokens", "total_output_tokens"]
+            row = {key: statistics.median(found[key] for found in every) for key in figures}
+            row["compiled"] = sorted({name for found in every for name in found["compiled"]})
+            kept = [*figures, "gpu_meanwhile"]
+            row["repeats"] = [{key: found[key] for key in kept} for found in every]
+            run["concurrency"][str(count)] = row
         if args.profile:
             run["decode_step"] = attention_share(args.work / f"{name}-profile")
         result["runs"][name] = run
@@ -311,13 +336,19 @@ def compiled_meanwhile(result: dict[str, Any]) -> bool:
     return any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values())
 
 
+def spread(row: dict[str, Any], key: str, factor: float) -> str:
+    """In brackets, least and most of the repetitions."""
+    values = [found[key] * factor for found in row["repeats"]]
+    return f" ({min(values):,.2f}-{max(values):,.2f})" if len(values) > 1 else ""
+
+
 def table(result: dict[str, Any]) -> str:
     heads = ["at once", "", *(head for _, head, _ in COLUMNS), "KV cache, tokens"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for count in next(iter(result["runs"].values()))["concurrency"]:
         for name, run in result["runs"].items():
             row = run["concurrency"][count]
-            values = [f"{row[key] * factor:,.2f}" for key, _, factor in COLUMNS]
+            values = [f"{row[key] * factor:,.2f}{spread(row, key, factor)}" for key, _, factor in COLUMNS]
             mark = "*" if row["compiled"] else ""
             lines.append("| " + " | ".join([count, name + mark, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
     if compiled_meanwhile(result):
@@ -329,44 +360,11 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        stop("the chart needs matplotlib; pip install matplotlib, then --draw.")
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "serve"  # the same bytes for the same numbers
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    shown = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
-    middle = (len(result["runs"]) - 1) / 2
-    for panel, (key, head, factor) in zip(panels, (c for c in COLUMNS if c[0] in shown), strict=True):
-        for offset, (name, run) in enumerate(result["runs"].items()):
-            places = [place + (offset - middle) * 0.27 for place in range(len(run["concurrency"]))]
-            rows = run["concurrency"].values()
-            hatches = ["//" if row["compiled"] else "" for row in rows]
-            panel.bar(places, [row[key] * factor for row in rows], 0.25, label=name, hatch=hatches)
-            panel.set_xticks(range(len(places)), list(run["concurrency"]))
-        panel.set(title=head, xlabel="requests at once")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    share_of = result["share_of"]
-    parallel = f"share of TP {share_of}" if share_of > 1 else f"TP {result['tensor_parallel_size']}"
-    figure.suptitle(
-        f"{result['machine']['gpus'][0].split(',')[0]}, {parallel}, "
-        f"{result['input_len']} in / {result['output_len']} out, {result['weights']} weights"
-    )
-    if compiled_meanwhile(result):
-        figure.supxlabel(COMPILED, fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="checkpoint folder or name")
     what.add_argument("--dummy", type=Path, metavar="DIR", help="make this folder, and serve dummy weights")
-    what.add_argument("--draw", type=Path, metavar="JSON", help="only the table and the chart of a result")
     parser.add_argument(
         "--share-of", type=int, choices=SHARES, default=1, help="GPUs whose share is served, with --dummy"
     )
@@ -375,20 +373,13 @@ def main() -> None:
     parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
     parser.add_argument("--input-len", type=int, default=8192)
     parser.add_argument("--output-len", type=int, default=8192)
+    parser.add_argument("--repeat", type=int, default=1, help="measurements of each (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also the share of attention in a decode step")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--work", type=Path, default=Path("serve-work"), help="what was measured so far")
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="for vllm serve, after --")
     args = parser.parse_args()
-    if args.draw:
-        try:
-            result = json.loads(args.draw.read_text())
-            print(table(result))
-        except (OSError, ValueError, KeyError, TypeError):
-            stop(f"{args.draw} is no result of this benchmark; give a file that --out has written.")
-        draw(result, args.draw.with_suffix(".svg"))
-        return
     if args.share_of > 1:
         if not args.dummy:
             stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
@@ -400,6 +391,8 @@ def main() -> None:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
         stop(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
     args.concurrency = [int(count) for count in args.concurrency.split(",")]
+    if args.repeat < 1:
+        stop(f"--repeat is {args.repeat}; give 1 or more.")
     if not args.out.absolute().parent.is_dir():
         stop(f"{args.out.absolute().parent}, where --out goes, is no folder; make it.")
     try:
@@ -416,7 +409,7 @@ def main() -> None:
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
     keys = ("model", "share_of", "tensor_parallel_size", "input_len", "output_len", "serve_options",
             "max_num_seqs", "max_model_len")  # fmt: skip
-    question = {key: getattr(args, key) for key in keys} | {"dummy": bool(args.dummy), "machine": machine()}
+    question = {key: getattr(args, key) for key in keys} | {"dummy": args.dummy and SEEDED, "machine": machine()}
     asked = args.work / "question.json"
     measured = any(args.work.glob("*-[0-9]*.json"))
     if measured and asked.exists() and json.loads(asked.read_text()) != question:

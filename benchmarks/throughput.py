@@ -17,10 +17,13 @@ graphs), then requests are aborted down to the next smaller batch. If the first 
 --fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304 tokens, from
 where on the top-k of 512 is full.
 
-`flash` has 43 layers, 256 MXFP4 experts and V4-Flash's sizes. Dummy weights are near zero, so that a router would
-send every token to the same six experts: here all layers route by token id (`num_hash_layers` 43), and tokens are
-sampled at temperature 1 from what is then a flat distribution. Matrix products of zeros draw less power than real
-ones, for all backends alike.
+`flash` has 43 layers, 256 MXFP4 experts and V4-Flash's sizes. Dummy weights are near zero but for those of
+seeded_weights.py, so that index scores differ and top-k takes the time that it does with trained ones. A router of
+near-zero weights would send every token to the same six experts: here all layers route by token id
+(`num_hash_layers` 43), and tokens are sampled at temperature 1 from what is then a flat distribution.
+
+The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
+times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians.
 
 What keeps start-up short: no torch.compile (mode 0), graphs for the measured batches only, --kv-gib instead of
 profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, dummy weights.
@@ -42,6 +45,7 @@ from typing import Any
 
 import numpy as np
 from e2e import child_environment, import_flashinfer, kept, log, machine, run_child, tail
+from gpu_watch import Watch
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 RUNS = {
@@ -57,6 +61,14 @@ REPORTS = re.compile(
     r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
     r"Warm-up of the full-width|sparse_mla provider|MoE backend|JIT compilation during inference|[Pp]reempt"
 )
+
+
+DUMMY_WEIGHTS = {"load_format": "dummy", "worker_extension_cls": "seeded_weights.SeededWeights"}
+
+
+def kind(run: str) -> str:
+    """`flashmla` of its second start, `flashmla-2`."""
+    return run.split("-")[0]
 
 
 def flash_config(share_of: int = 1) -> dict[str, Any]:
@@ -82,9 +94,9 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`."""
     batches = job["batches"]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(batches)}
+    weights = {"load_format": "auto"} if job["weights"] else DUMMY_WEIGHTS
     return dict(
         model=job["model"],
-        load_format="auto" if job["weights"] else "dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
         block_size=256,
@@ -96,7 +108,8 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         enable_flashinfer_autotune=False,
         compilation_config=graphs,
         seed=0,
-        **RUNS[job["run"]],
+        **weights,
+        **RUNS[kind(job["run"])],
     )
 
 
@@ -214,25 +227,31 @@ def collect(job: dict[str, Any], log_file: Path, status: Any, seconds: float) ->
 
 
 def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], str]:
-    """(ratios over FlashMLA, a table)."""
+    """(medians of the starts over FlashMLA's, with the least and most ratio of any two starts; a table)."""
     head = ["prefill", *(f"decode {b}" for b in batches)]
-    rates = {
-        name: [(r.get("prefill") or {}).get("tokens_per_second")]
-        + [(r.get("decode", {}).get(str(b)) or {}).get("tokens_per_second") for b in batches]
-        for name, r in runs.items()
-    }
-    base = rates.get("flashmla", [])
+    rates: dict[str, list[list[float]]] = {}
+    for name, run in runs.items():
+        found = [run.get("prefill") or {}, *((run.get("decode", {}).get(str(b)) or {}) for b in batches)]
+        columns = rates.setdefault(kind(name), [[] for _ in head])
+        for column, one in zip(columns, found, strict=True):
+            column += [one["tokens_per_second"]] if one else []
+    base = rates.get("flashmla", [[] for _ in head])
     ratios: dict[str, Any] = {}
-    lines = [f"{'tokens/s':10s}" + "".join(f"{h:>18s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
-    for name, values in rates.items():
+    lines = [f"{'tokens/s':10s}" + "".join(f"{h:>24s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
+    for name, columns in rates.items():
         cells = []
-        for title, value, other in zip(head, values, base or [None] * len(values), strict=True):
-            text = "-" if value is None else f"{value:.0f}"
-            if value and other and name != "flashmla":
-                ratios.setdefault(name, {})[title] = round(value / other, 3)
-                text += f" ({value / other:.2f})"
-            cells.append(f"{text:>18s}")
-        kv = runs[name].get("kv_cache", {}).get("tokens_per_gib", "-")
+        for title, values, others in zip(head, columns, base, strict=True):
+            text = f"{statistics.median(values):.0f}" if values else "-"
+            if values and others and name != "flashmla":
+                ratio = statistics.median(values) / statistics.median(others)
+                spread = [min(values) / max(others), max(values) / min(others)]
+                ratios.setdefault(name, {})[title] = {
+                    "ratio": round(ratio, 3), "least_most": [round(value, 3) for value in spread],
+                }  # fmt: skip
+                text += f" ({ratio:.2f}, {spread[0]:.2f}-{spread[1]:.2f})"
+            cells.append(f"{text:>24s}")
+        kv = next((run["kv_cache"]["tokens_per_gib"] for other, run in runs.items()
+                   if kind(other) == name and run.get("kv_cache")), "-")  # fmt: skip
         lines.append(f"{name:10s}" + "".join(cells) + f"{kv:>16}")
     return ratios, "\n".join(lines)
 
@@ -245,6 +264,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated; flashmla goes first")
+    parser.add_argument("--repeat", type=int, default=1, help="starts of every run (default: %(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", default="1,16,64,128")
     parser.add_argument("--context", type=int, default=8192, help="tokens a decoding request starts from")
@@ -259,6 +279,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {list(RUNS)}")
     args.runs.sort(key=list(RUNS).index)
+    if args.repeat < 1:
+        parser.error(f"--repeat is {args.repeat}; give 1 or more.")
+    # In turns, so that what a machine does over time meets all runs alike.
+    args.runs = [run if n == 1 else f"{run}-{n}" for n in range(1, args.repeat + 1) for run in args.runs]
     args.batches = sorted({int(b) for b in args.batches.split(",")})
     if args.model == "flash":
         args.model = args.work / "flash"
@@ -304,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
         "context_asked": args.context,
         "max_num_batched_tokens": args.batch_tokens,
         "kv_gib": args.kv_gib,
+        "weights": "real" if (args.model / "model.safetensors.index.json").is_file() else "dummy, seeded",
     }
     where = machine()
     results = kept(args.out, where)
@@ -318,8 +343,9 @@ def main(argv: list[str] | None = None) -> int:
         job_file.write_text(json.dumps(job))
         log(f"{name}: starting; log in {log_file}")
         command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
-        status, seconds = run_child(command, log_file, child_environment(), args.timeout)
-        runs[name] = collect(job, log_file, status, seconds)
+        with Watch() as watch:
+            status, seconds = run_child(command, log_file, child_environment(), args.timeout)
+            runs[name] = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         runs[name]["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         runs[name]["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if runs[name]['ok'] else f'FAILED ({status})'} in {seconds} s")

@@ -3,7 +3,9 @@
 import json
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import e2e  # noqa: E402
 import features_e2e  # noqa: E402
+import gpu_watch  # noqa: E402
+import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
 
 
@@ -93,6 +97,50 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
     with pytest.raises(SystemExit, match="tp4 need 4 GPUs; 2 are visible"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         features_e2e.main([*options, "tp4"])
+
+
+def test_throughput_of_several_starts(tmp_path):
+    """Runs in turns; medians, and the least and most that two starts leave open."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla"])
+    assert args.runs == ["flashmla", "fp8", "flashmla-2", "fp8-2"]
+    job = throughput.make_job(args, "fp8-2", None)
+    arguments = throughput.engine_arguments(job)
+    assert arguments["kv_cache_dtype"] == "fp8_per_tensor" and job["out"].endswith("/fp8-2.json")
+    assert arguments.items() >= throughput.DUMMY_WEIGHTS.items()
+    rates = {"flashmla": 100.0, "fp8": 110.0, "flashmla-2": 110.0, "fp8-2": 121.0, "fp8-3": 143.0}
+    runs = {name: {"prefill": {"tokens_per_second": rate}, "decode": {}} for name, rate in rates.items()}
+    ratios, text = throughput.report(runs, [16])
+    assert ratios == {"fp8": {"prefill": {"ratio": round(121 / 105, 3), "least_most": [1.0, 1.43]}}}
+    assert "121 (1.15, 1.00-1.43)" in text
+    with pytest.raises(SystemExit):
+        throughput.parse_args([*asked, "--repeat", "0"])
+
+
+def test_samples_of_the_gpu(monkeypatch):
+    clocks = iter([1980, 1980, 1200, 1500])
+    nvml = SimpleNamespace(
+        NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1, NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetClockInfo=lambda gpu, kind: 3201 if kind else next(clocks, 1500),
+        nvmlDeviceGetTemperature=lambda gpu, kind: 55, nvmlDeviceGetPowerUsage=lambda gpu: 650_900,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with gpu_watch.Watch() as watch:
+        (found,) = watch.summary()
+        assert found == {"sm_mhz": [1980] * 3, "memory_mhz": [3201] * 3, "temperature_c": [55] * 3,
+                         "power_w": [650] * 3, "slowed_by": ["power cap"]}  # fmt: skip
+        while len(watch._samples) < 4:
+            time.sleep(0.01)
+    (found,) = watch.summary()
+    assert found["sm_mhz"][0] == 1200 and found["sm_mhz"][2] == 1980
+    (last,) = watch.summary(since=time.monotonic())
+    assert last["sm_mhz"] == [1500] * 3
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with gpu_watch.Watch() as watch:
+        assert watch.summary().startswith("no samples: ")
 
 
 def test_secrets_are_no_part_of_a_result(monkeypatch):

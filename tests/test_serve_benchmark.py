@@ -56,6 +56,8 @@ if value("--num-prompts") == "2":
     compile("late_kernel")
 keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
 result = dict.fromkeys(keys + ["total_input_tokens", "total_output_tokens"], 1000.0)
+if os.environ.get("RISING"):
+    result["output_throughput"] = float(open(os.environ["CALLS"]).read().count('["bench"'))
 result["completed"] = int(value("--num-prompts")) - (os.environ.get("FAIL") == "one")
 pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result))
 """
@@ -91,7 +93,7 @@ def serve(tmp_path):
 def test_every_run_once_and_resumed(serve, tmp_path):
     done, calls = serve(FAIL="4")
     assert done.returncode == 1 and "error: vllm bench serve ended with 1 " in done.stderr
-    assert (tmp_path / "serve-work/FlashMLA-2.json").exists()
+    assert (tmp_path / "serve-work/FlashMLA-2-1.json").exists()
 
     done, calls = serve()
     assert done.returncode == 0, done.stderr
@@ -114,7 +116,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
-    assert "| 2 | BF16* | " in done.stdout and "| 4 | BF16 | " in done.stdout and "\n* (hatched)" in done.stdout
+    assert "| 2 | BF16* | " in done.stdout and "| 4 | BF16 | " in done.stdout and "\n*: kernels" in done.stdout
     assert "| 4 | FP8 | 1,000.00 | 1,000.00 | 1.00 | 1.00 | 1,000.00 | 1,000.00 | 1,234,567 |" in done.stdout
 
     done, calls = serve()
@@ -123,6 +125,23 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     for env, *options in others:  # 2 alone: another --max-num-seqs
         done, calls = serve(*options, **env)
         assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
+
+
+def test_repeated_measurements(serve, tmp_path):
+    """One start and one warm-up for all; the median, and every figure beside it."""
+    done, calls = serve("--repeat", "3", "--runs", "FP8", RISING="1")
+    assert done.returncode == 0, done.stderr
+    kinds = [call[0] for call in calls]
+    assert kinds == ["serve", *["warm-up"] * 2, *["bench"] * 3, *["warm-up"] * 4, *["bench"] * 3]
+    row = json.loads((tmp_path / "serve.json").read_text())["runs"]["FP8"]["concurrency"]["4"]
+    assert row["output_throughput"] == 5.0
+    assert [found["output_throughput"] for found in row["repeats"]] == [4.0, 5.0, 6.0]
+    assert all(found["gpu_meanwhile"] for found in row["repeats"])  # samples, or why there are none
+    assert "| 5.00 (4.00-6.00) |" in done.stdout
+
+    (tmp_path / "serve-work/FP8-4-2.json").unlink()
+    done, calls = serve("--repeat", "3", "--runs", "FP8")
+    assert [call[0] for call in calls] == ["serve", *["warm-up"] * 4, "bench"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
     done, _ = serve(FAIL=fail)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("error: " + words)
-    assert not (tmp_path / "serve-work/FlashMLA-2.json").exists()
+    assert not (tmp_path / "serve-work/FlashMLA-2-1.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
     [
         (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
         (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
+        (["--repeat", "0"], "--repeat is 0; give 1 or more."),
         (["--out", "none/x.json"], "/none, where --out goes, is no folder; make it."),
         (["--work", "file"], "--work file cannot be made (File exists); give another folder."),
     ],
@@ -169,15 +189,6 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
         assert done.returncode == 1 and f"{model} holds another model, which --dummy would" in done.stderr
         assert sorted((file.name, file.read_text()) for file in model.iterdir()) == before
-
-
-def test_drawing_what_is_no_result(tmp_path):
-    for text in "", "{}", "[]":
-        (tmp_path / "x.json").write_text(text)
-        command = [ROOT / "benchmarks/serve.sh", "--draw", tmp_path / "x.json"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr == f"error: {tmp_path / 'x.json'} is no result of this " \
-            "benchmark; give a file that --out has written.\n"  # fmt: skip
 
 
 def test_a_stopped_start_leaves_no_server(serve, tmp_path):

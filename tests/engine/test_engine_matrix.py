@@ -1,4 +1,4 @@
-"""support-matrix.sh: the README's table of releases."""
+"""support-matrix.sh: the tables of releases in README.md and docs."""
 
 import json
 import sys
@@ -9,13 +9,17 @@ from smallworld import RELEASE, ROOT, make_repo
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from support_matrix import END, START, main  # noqa: E402
 
+PAGES = ("README.md", "docs/releases.md")
+
 
 @pytest.fixture
 def repo(tmp_path):
     repo = make_repo(tmp_path)
     with (repo / f"patches/{RELEASE}/release.toml").open("a") as file:
         file.write('\n[gpus]\nhopper = "served"\nblackwell = "refused"\n')
-    (repo / "README.md").write_text(f"before\n{START}old\n{END}after\n")
+    (repo / "docs").mkdir()
+    for page in PAGES:
+        (repo / page).write_text(f"before\n{START}old\n{END}after\n")
     (repo / "benchmarks/results").mkdir(parents=True)
     return repo
 
@@ -30,7 +34,9 @@ def test_rows_of_every_release_served(repo):
     assert main([], repo) == 0
     text = (repo / "README.md").read_text()
     assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
-    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in text
+    assert "| 0.9.9 | not run | not run |\n| 1.0.0 | not run | not run |" in text
+    full = (repo / PAGES[1]).read_text()
+    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in full
 
 
 def test_stale_with_every_new_fact(repo, capsys):
@@ -48,8 +54,9 @@ def test_stale_with_every_new_fact(repo, capsys):
         assert main([], repo) == 0 and main(["--check"], repo) == 0
     bars = {"accuracy_e2e_a": "1 of 1 bars", "accuracy_e2e_b": "1 of 2 bars, 1 not run"}
     ran = bars | {"features_c": "1 of 2 steps"}
-    links = (f"[{words}](benchmarks/results/{name}.json) on H200" for name, words in ran.items())
-    assert f"| served; {'; '.join(links)} |" in (repo / "README.md").read_text()
+    links = (f"[{words}](../benchmarks/results/{name}.json) on H200" for name, words in ran.items())
+    assert f"| served; {'; '.join(links)} |" in (repo / PAGES[1]).read_text()
+    assert f"| {RELEASE} | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
 
 
 def test_results_that_are_no_evidence(repo):
@@ -65,7 +72,7 @@ def test_results_that_are_no_evidence(repo):
 @pytest.mark.parametrize("what", ["markers", "gpus"])
 def test_what_is_missing_is_named(repo, capsys, what):
     if what == "markers":
-        (repo / "README.md").write_text("no table\n")
+        (repo / PAGES[1]).write_text("no table\n")
     else:
         pins = repo / f"patches/{RELEASE}/release.toml"
         pins.write_text(pins.read_text().partition("[gpus]")[0])

@@ -1,6 +1,7 @@
 """benchmarks/serve.sh with vLLM's own client and options; only the model's answers are made up."""
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -44,6 +45,8 @@ def serve(arguments):
         "backend": config.attention_config.backend.name,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "max_model_len": config.model_config.max_model_len,
+        "seeded": [config.load_config.load_format, config.parallel_config.worker_extension_cls,
+                   importlib.util.find_spec("seeded_weights") is not None],
         "steps": [config.profiler_config.delay_iterations, config.profiler_config.max_iterations],
         "prompts": [],
     }
@@ -103,7 +106,7 @@ def test_options_tokens_and_results(applied, tmp_path):
     assert found == {
         "graphs": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4], "cache_dtype": "fp8_per_tensor",
         "backend": "FLASHINFER_MLA_SPARSE_DSV4", "prefix_caching": False, "max_model_len": INPUT + delay + 40,
-        "steps": [delay, 8],
+        "seeded": ["dummy", "seeded_weights.SeededWeights", True], "steps": [delay, 8],
     }  # fmt: skip
     # Warm-up, measurement, profile; exactly as long as asked for, the first token of a sequence included.
     assert prompts == [[INPUT, output, True, 1] for output in (OUTPUT, OUTPUT, delay + 32) for _ in range(COUNT)]

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Charts of the committed results: attention and serving, each as a ratio over FlashMLA.
+
+    pip install -r benchmarks/requirements.txt
+    python benchmarks/charts.py
+
+Reads benchmarks/results, writes docs/attention_speedup.svg and docs/serving.svg: the same bytes for the same
+results and the same matplotlib. Bars are medians, lines on them the least and most that the results leave open.
+What was measured while kernels were compiled is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
+# Of sparse_mla.py: case, tokens, label.
+ATTENTION = [("full", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
+ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
+SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results up to 0.1.0
+# Of `vllm bench serve`: key, what the ratio is of, whether more is better.
+SERVING = [
+    ("output_throughput", "output tokens a second", True),
+    ("mean_ttft_ms", "time to first token, FlashMLA's over ours", False),
+    ("mean_tpot_ms", "time per output token, FlashMLA's over ours", False),
+]
+Bar = tuple[float, float, float]  # median, least, most
+
+
+def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:
+    """By cache, by label of a case, by heads: FlashMLA's time over that of the native kernels."""
+    bars: dict[str, dict[str, dict[int, Bar]]] = {cache: {} for cache in CACHES}
+    old = "cases" not in result
+    for case, tokens, label in [*ATTENTION[:-1], SCATTERED] if old else ATTENTION:
+        for row in result["results"]:
+            of_row = ("full" if row["phase"] == "decode" else "scattered") if old else row["case"]
+            if (of_row, row["tokens"], row["provider"]) == (case, tokens, "sm90"):
+                every = [row["speedup"]] if old else row["rounds"]["speedup"]
+                of_case = bars[row["cache"]].setdefault(label, {})
+                of_case[row["heads"]] = row["speedup"], min(every), max(every)
+    return bars
+
+
+def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[int, Bar]]]]:
+    """By machine, by key of SERVING, by run, by requests at once: how much better than FlashMLA."""
+    bars: dict[str, dict[str, dict[str, dict[int, Bar]]]] = {}
+    seeded = {(result["share_of"], result["tensor_parallel_size"])
+              for result in results if result["weights"] != "dummy"}  # fmt: skip
+    for result in results:
+        share, gpus, tied = result["share_of"], result["tensor_parallel_size"], result["weights"] == "dummy"
+        if tied and (share, gpus) in seeded:
+            continue  # measured again
+        machine = f"the share of one of {share} GPUs" if share > 1 else f"tensor parallel {gpus}"
+        machine += ", index scores tied" if tied else ""
+        stock = result["runs"]["FlashMLA"]["concurrency"]
+        for run, found in result["runs"].items():
+            for count, row in found["concurrency"].items():
+                if run == "FlashMLA" or row["compiled"] or count not in stock or stock[count]["compiled"]:
+                    continue
+                for key, _, more in SERVING:
+                    one = [each[key] for each in row.get("repeats", [row])]
+                    other = [each[key] for each in stock[count].get("repeats", [stock[count]])]
+                    ratio = row[key] / stock[count][key]
+                    least, most = min(one) / max(other), max(one) / min(other)
+                    bar = (ratio, least, most) if more else (1 / ratio, 1 / most, 1 / least)
+                    of_run = bars.setdefault(machine, {}).setdefault(key, {}).setdefault(run, {})
+                    of_run[int(count)] = bar
+    return bars
+
+
+def grouped(panel: Any, series: dict[str, dict[int, Bar]], size: float) -> None:
+    """Bars side by side, with their values; a line where FlashMLA is."""
+    places = sorted({place for of_one in series.values() for place in of_one})
+    width = 0.84 / len(series)
+    for number, (label, of_one) in enumerate(series.items()):
+        at = [places.index(place) + (number - (len(series) - 1) / 2) * width for place in of_one]
+        values, least, most = zip(*of_one.values(), strict=True)
+        spread = [[v - low for v, low in zip(values, least, strict=True)],
+                  [high - v for v, high in zip(values, most, strict=True)]]  # fmt: skip
+        drawn = panel.bar(at, values, width * 0.94, label=label, yerr=spread, error_kw={"elinewidth": 0.8})
+        panel.bar_label(drawn, fmt="%.2f", fontsize=size, padding=2, rotation=90 if len(series) > 2 else 0)
+    panel.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    panel.set_xticks(range(len(places)), [str(place) for place in places])
+    panel.margins(y=0.16)  # for the values; of the highest panel, where they share an axis
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw(results: Path, docs: Path) -> list[Path]:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "vllm-dsv4-overlay"  # no random names
+    from matplotlib import pyplot
+
+    attention = json.loads((results / "sparse_mla_h200.json").read_text())
+    found = (json.loads(path.read_text()) for path in sorted(results.glob("serve_*.json")))
+    serving = serving_bars([result for result in found if "FlashMLA" in result.get("runs", {})])
+    gpu = attention["gpu"].split(",")[0]
+
+    figure, panels = pyplot.subplots(2, 1, figsize=(9, 6.4), layout="constrained", sharey=True)
+    for panel, (cache, series) in zip(panels, attention_bars(attention).items(), strict=True):
+        grouped(panel, series, 7)
+        panel.set(title=CACHES[cache], ylabel="times as fast as FlashMLA", xlabel="attention heads a GPU")
+    figure.suptitle(f"Sparse MLA attention over FlashMLA on one {gpu} (higher is better; dashed: FlashMLA)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+    figure.savefig(docs / "attention_speedup.svg", metadata={"Date": None})
+
+    figure, rows = pyplot.subplots(
+        len(serving), len(SERVING), figsize=(11, 2.9 * len(serving) + 0.6), layout="constrained", squeeze=False,
+        sharey=True,
+    )  # fmt: skip
+    for panels, (machine, bars) in zip(rows, serving.items(), strict=True):
+        for panel, (key, title, _) in zip(panels, SERVING, strict=True):
+            grouped(panel, bars[key], 8)
+            panel.set_title(f"{title}\n({machine})", fontsize=8)
+            panel.set_xlabel("requests at once")
+    figure.suptitle("Serving V4-Flash's shape over FlashMLA (higher is better; dashed: FlashMLA)")
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(docs / "serving.svg", metadata={"Date": None})
+    return [docs / "attention_speedup.svg", docs / "serving.svg"]
+
+
+def main() -> None:
+    try:
+        print(*draw(REPO / "benchmarks/results", REPO / "docs"), sep="\n")
+    except ImportError:
+        sys.exit("error: charts need matplotlib; pip install -r benchmarks/requirements.txt.")
+    except (KeyError, TypeError, ValueError) as error:
+        sys.exit(f"error: a result lacks what the charts show ({error!r}); measure it again with this version.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Clocks, temperature and power of the GPUs while something is measured, asked of NVIDIA's driver."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from typing import Any
+
+PERIOD = 0.1  # seconds between two samples
+# What lowers clocks, by the bits of NVML's clock event reasons.
+SLOWED_BY = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "temperature", 0x40: "hardware, temperature",
+             0x80: "hardware, power brake"}  # fmt: skip
+
+
+class Watch:
+    """A thread that takes samples of every GPU of the machine while the context is open.
+
+    Without nvidia-ml-py (a requirement of FlashInfer, so of every vLLM here) or a driver there are none.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, list[dict[str, int]]]] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception as error:  # ImportError, or NVML's own
+            self.problem = f"no samples: {error}"
+            return self
+        self.problem = ""
+        self._nvml = pynvml
+        self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(PERIOD):
+            self._sample()
+
+    def _sample(self) -> None:
+        ask = self._nvml
+        values = [
+            {
+                "sm_mhz": ask.nvmlDeviceGetClockInfo(gpu, ask.NVML_CLOCK_SM),
+                "memory_mhz": ask.nvmlDeviceGetClockInfo(gpu, ask.NVML_CLOCK_MEM),
+                "temperature_c": ask.nvmlDeviceGetTemperature(gpu, ask.NVML_TEMPERATURE_GPU),
+                "power_w": ask.nvmlDeviceGetPowerUsage(gpu) // 1000,
+                "slowed": ask.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+            }
+            for gpu in self._gpus
+        ]
+        self._samples.append((time.monotonic(), values))
+
+    def summary(self, since: float = 0.0) -> list[dict[str, Any]] | str:
+        """Of each GPU, [least, median, most] of the samples since `since` (`time.monotonic`), or of the last."""
+        if self.problem:
+            return self.problem
+        taken = [values for at, values in self._samples if at >= since] or [self._samples[-1][1]]
+        found = []
+        for samples in zip(*taken, strict=True):
+            one: dict[str, Any] = {}
+            for key in ("sm_mhz", "memory_mhz", "temperature_c", "power_w"):
+                values = [sample[key] for sample in samples]
+                one[key] = [min(values), statistics.median_low(values), max(values)]
+            one["slowed_by"] = [name for bit, name in SLOWED_BY.items() if any(s["slowed"] & bit for s in samples)]
+            found.append(one)
+        return found

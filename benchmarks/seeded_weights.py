@@ -1,0 +1,84 @@
+"""Dummy weights by which index scores differ, for `--load-format dummy`; vLLM's own are near zero (before 0.33.0).
+
+With those every index score is the same, which is the worst case of vLLM's top-k: 3206 us a layer of 8192 tokens
+where distinct scores take 84 (H200). Here the weights that decide queries, keys and index scores get the size that
+they have in a trained model: embeddings, norms, and the projections of attention, compressors and indexers. MXFP4
+experts, whose bytes vLLM leaves as the memory had them, get random values of a like size. All else stays as vLLM
+fills it. A tensor is drawn by a seed of its name, so every start, and every rank, has the same.
+
+A worker of vLLM imports this as `worker_extension_cls` before it loads the model; this folder is on PYTHONPATH:
+
+    vllm serve … --load-format dummy --worker-extension-cls seeded_weights.SeededWeights
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+PROJECTIONS = ("fused_wqa_wkv", "wq_b", "weights_proj", "fused_wkv_wgate")
+FP8_STD = 16.0  # of E4M3 values; their scale makes up for it
+EXPERT_SCALE = 127 - 8  # the byte of 2^-8; random FP4 values have a standard deviation of 2.9
+
+
+def generator(name: str, device: torch.device) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    return torch.Generator(device).manual_seed(seed)
+
+
+@torch.no_grad()
+def seed_weights(model: torch.nn.Module) -> list[str]:
+    """Fill the weights named above, in place, as they are before vLLM processes them. Returns their names.
+
+    Raises RuntimeError if a model has none of some kind: then the names are not those of DeepSeek V4 any more.
+    """
+    done: list[str] = []
+
+    def normal(name: str, tensor: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        values = tensor if tensor.dtype.itemsize > 1 else torch.empty(tensor.shape, device=tensor.device)
+        values.normal_(mean, std, generator=generator(name, tensor.device))
+        tensor.copy_(values)  # E4M3 has no normal_
+        done.append(name)
+
+    for path, module in model.named_modules():
+        last = path.rsplit(".", 1)[-1]
+        for key, parameter in module.named_parameters(recurse=False):
+            name, tensor = f"{path}.{key}", parameter.data
+            if key == "weight" and last in PROJECTIONS:
+                std = 1 / math.sqrt(tensor.shape[1])
+                scale = getattr(module, "weight_scale_inv", None)
+                if tensor.dtype.itemsize == 1:
+                    scale.data.copy_(torch.full(scale.shape, 2.0 ** round(math.log2(std / FP8_STD))))
+                    std = FP8_STD
+                normal(name, tensor, std)
+            elif key == "weight" and last.endswith("norm"):
+                normal(name, tensor, 0.15, mean=1.0)
+            elif key == "weight" and last == "embed_tokens":
+                normal(name, tensor, 1.0)
+            elif key == "ape":
+                normal(name, tensor, 0.5)
+            elif tensor.dtype == torch.uint8 and key in ("w13_weight", "w2_weight"):
+                tensor.random_(0, 256, generator=generator(name, tensor.device))
+            elif tensor.dtype == torch.uint8 and key in ("w13_weight_scale", "w2_weight_scale"):
+                tensor.fill_(EXPERT_SCALE)
+    for kind in (*PROJECTIONS, "indexer", "norm", "embed_tokens", "ape"):
+        if not any(kind in name for name in done):
+            raise RuntimeError(f"the model has no weights named {kind}, so index scores would be equal")
+    return done
+
+
+@register_model_loader("dummy")
+class SeededDummyLoader(DummyModelLoader):
+    """vLLM's dummy loader, and `seed_weights` after it."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+        super().load_weights(model, model_config)
+        seed_weights(model)
+
+
+class SeededWeights:
+    """Nothing but a name that vLLM can import (`worker_extension_cls`)."""

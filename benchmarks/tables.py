@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Write the figures of README.md and docs/ from the committed results, or with --check see that none is stale.
+
+    python benchmarks/tables.py
+
+Figures stand between the lines `<!-- figures: NAME -->` and `<!-- end of figures -->`; NAME is a function below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/results.md")
+BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
+ATTENTION = "sparse_mla_h200"
+CASES = {
+    "full": "decode of {}",
+    "mixed": "decode of {}, mixed lengths",
+    "one_long": "decode of {}, one of them long",
+    "prompt": "prefill of {}",
+    "prompt_end": "prefill of {}, end of a long prompt",
+    "scattered": "prefill of {}, scattered rows",
+}
+SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
+SHARE = ("serve_share_h200",)
+MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
+BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
+
+
+@cache
+def load(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def markdown(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    ordered = sorted(values)
+    low, high = format(ordered[0], form), format(ordered[-1], form)
+    return low if low == high else f"{low} to {high}"
+
+
+def tiny(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
+
+
+def speedups(store: str, phase: str) -> dict[tuple[str, int, int], float]:
+    """(case, tokens, heads) -> time of FlashMLA over that of the native kernels."""
+    unnamed = {"decode": "full", "prefill": "scattered"}[phase]  # in results from before there were cases
+    rows = load(ATTENTION)["results"]
+    return {(row.get("case", unnamed), row["tokens"], row["heads"]): row["speedup"] for row in rows
+            if (row["provider"], row["cache"], row["phase"]) == ("sm90", store, phase)}  # fmt: skip
+
+
+def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
+    """Requests at once -> backend -> what was measured, where nothing was compiled under the clock."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for runs in (load(name)["runs"] for name in names):
+        for count in runs["FlashMLA"]["concurrency"]:
+            measured = {key.lower(): run["concurrency"][count] for key, run in runs.items()}
+            if not any(run["compiled"] for run in measured.values()):
+                found[int(count)] = measured
+    return found
+
+
+def ratios(store: str, what: str) -> list[float]:
+    return [runs[store][what] / runs["flashmla"][what] for runs in served().values()]
+
+
+def kl(name: str, pair: str) -> float:
+    return load(name)["comparisons"][pair]["decode"]["kl_mean"]
+
+
+def headline() -> str:
+    times = span(speedups("fp8", "decode").values(), ".1f")
+    more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
+    return (
+        f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as\n"
+        f"vLLM's own, FlashMLA, and a server on four of them writes {more}% more tokens a second.**\n"
+    )
+
+
+def summary() -> str:
+    runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
+    capacity = {store: runs[store]["kv_cache"]["tokens_per_gib"] for store in BACKENDS}
+    stock, requests = capacity["flashmla"], served()
+    rows = [["Tokens in 1 GiB of cache", stock,
+             *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
+    for phase in ("decode", "prefill"):
+        rows.append([f"Attention, {phase}", 1, *(span(speedups(s, phase).values()) for s in ("fp8", "bf16"))])
+    for what, title, power in (
+        ("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1),
+    ):  # fmt: skip
+        better = (span(ratio**power for ratio in ratios(s, what)) for s in ("fp8", "bf16"))
+        rows.append([f"{title}, {span(requests, 'd')} requests", 1, *better])
+    rows.append(["Mean KL (less is better)", *(tiny(kl("accuracy_e2e_h200", f"truth|{s}")) for s in BACKENDS)])
+    return markdown(["", *BACKENDS.values()], rows)
+
+
+def attention(calls: Iterable[tuple[str, int]] = ()) -> str:
+    """All calls, or those of some cases and numbers of tokens."""
+    rows: dict[str, dict[int, float]] = {}
+    for store, title in (("fp8", "FP8"), ("bf16", "BF16")):
+        for (case, tokens, heads), ratio in (speedups(store, "decode") | speedups(store, "prefill")).items():
+            if not calls or (case, tokens) in calls:
+                rows.setdefault(f"{title}, {CASES[case].format(tokens)}", {})[heads] = ratio
+    heads = sorted(rows[next(iter(rows))])
+    cells = ([call, *(f"{by[h]:.2f}" for h in heads)] for call, by in rows.items())
+    return markdown(["heads on each GPU", *heads], cells)
+
+
+def by_heads() -> str:
+    prompt = ("prompt", 4096, 8) in speedups("fp8", "prefill")
+    return attention([("full", 16), ("prompt" if prompt else "scattered", 4096)])
+
+
+def accuracy() -> str:
+    native, triton = "accuracy_e2e_h200", "accuracy_e2e_h200_triton"
+    rows = []
+    for title, name, pair in (
+        ("FlashMLA", native, "truth|flashmla"), ("BF16 cache, native kernels", native, "truth|bf16"),
+        ("BF16 cache, Triton kernels", triton, "truth|bf16"), ("FP8 cache, native kernels", native, "truth|fp8"),
+        ("FP8 cache, Triton kernels", triton, "truth|fp8"),
+        ("FP8 cache, calibrated scales", native, "truth|fp8_calibrated"),
+        ("FP8 cache, against the reference on an FP8 cache", native, "truth_fp8|fp8"),
+    ):  # fmt: skip
+        decode = load(name)["comparisons"][pair]["decode"]
+        rows.append([title, tiny(decode["kl_mean"]), f"{decode['logprob_diff_max']:.2f}", f"{decode['top1']:.1%}"])
+    return markdown(["", "mean KL, decode", "largest difference of a log-probability", "same top token"], rows)
+
+
+def row_sizes() -> str:
+    results = {"64": "scales_64_h200", "2.5": "accuracy_e2e_h200", "1/64": "scales_0.015625_h200"}
+    runs = {"FlashMLA": "flashmla", "BF16 cache": "bf16", "FP8 cache, scale 1.0": "fp8",
+            "FP8 cache, calibrated scales": "fp8_calibrated"}  # fmt: skip
+    rows = [[title, *(tiny(kl(name, f"truth|{run}")) for name in results.values())] for title, run in runs.items()]
+    return markdown(["RMS of the rows", *results], rows)
+
+
+def one_call() -> str:
+    sizes = load("accuracy_attention_cpu")["relative_error_by_rows_rms_cache"]["heavy"]
+    rows = [[title, *(f"{errors[title]['all']:.2%}" for errors in sizes.values()), f"{rope['rope']:.2%}"]
+            for title, rope in sizes["1"].items()]  # fmt: skip
+    return markdown(["cache dtype", *(f"RMS {size}" for size in sizes), "RoPE dimensions alone, RMS 1"], rows)
+
+
+def models() -> str:
+    rows = []
+    for title, name in MODELS.items():
+        runs = load(name)["runs"]
+        calls = ["prefill", *sorted(runs["flashmla"]["decode"], key=int)]
+        speeds: dict[str, list[float]] = {}
+        for run, backend in BACKENDS.items():  # FlashMLA first; further starts are `run-2` and so on
+            starts = [of for key, of in runs.items() if key.split("-")[0] == run]
+            starts = [start["decode"] | {"prefill": start["prefill"]} for start in starts]
+            speeds[run] = [median(start[call]["tokens_per_second"] for start in starts) for call in calls]
+            pairs = zip(speeds[run], speeds["flashmla"], strict=True)
+            cells = [f"{a:.0f}" if run == "flashmla" else f"{a / b:.2f}" for a, b in pairs]
+            rows.append([f"{title}, {backend}", *cells, runs[run]["kv_cache"]["tokens_per_gib"]])
+    return markdown(["", "prefill", *(f"decode, {n}" for n in calls[1:]), "tokens in 1 GiB"], rows)
+
+
+def serving(names: Iterable[str] = SERVING) -> str:
+    rows = [[count, BACKENDS[store], f"{run['output_throughput']:.0f}",
+             f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
+             f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
+            for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
+    head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
+    weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
+    times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
+    return f"{markdown(head, rows)}\nWeights: {weights}. Each the median of {times}.\n"
+
+
+def serving_share() -> str:
+    return serving(SHARE)
+
+
+def decode_step() -> str:
+    runs = load(SERVING[0])["runs"]
+    parts = [f"{run['decode_step']['share']:.1%} ({BACKENDS[name.lower()]})" for name, run in runs.items()]
+    return f"In a decode step of 16 requests attention takes this part of the GPU's time: {', '.join(parts)}.\n"
+
+
+def steps() -> str:
+    """The largest mean KL of decode steps that each step of features_e2e.py measured."""
+    found: dict[str, dict[str, float | None]] = {}
+    for result in (load("features_h200"), load("features_h200x4")):
+        for store, steps_of_store in result["steps"].items():
+            for step, ran in steps_of_store.items():
+                kls = [check["measured"] for name, check in ran["checks"].items() if "decode: mean KL" in name]
+                if step == "reference":
+                    kls = [ran["measured"]["noise"]["decode"]["kl_mean"]]
+                found.setdefault(step, {}).setdefault(store, max(kls, default=None))
+    rows = [[f"`{step}`", *(tiny(by.get(s)) for s in BACKENDS)] for step, by in found.items() if any(by.values())]
+    return markdown(["step", *BACKENDS.values()], rows)
+
+
+FIGURES = {figure.__name__: figure for figure in (
+    headline, summary, by_heads, attention, accuracy, row_sizes, one_call, models, serving, serving_share,
+    decode_step, steps,
+)}  # fmt: skip
+
+
+def written(text: str) -> str:
+    """A page with its figures as the results have them; KeyError names a figure or a field that is not there."""
+    return BLOCK.sub(lambda found: f"{found[1]} -->\n{FIGURES[found[1]]()}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is stale")
+    check = parser.parse_args().check
+    pages = {ROOT / page: (ROOT / page).read_text("utf-8") for page in PAGES}
+    stale = {path: new for path, text in pages.items() if (new := written(text)) != text}
+    for path, new in stale.items():
+        if not check:
+            path.write_text(new, "utf-8")
+        print(f"{path.relative_to(ROOT)}: {'stale; run benchmarks/tables.py' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What benchmarks/charts.py takes from the results; the drawing itself needs matplotlib."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import charts  # noqa: E402
+
+
+def serving(weights, rates, compiled=(), share=4):
+    def row(value, count):
+        return {"output_throughput": value, "mean_ttft_ms": 1000 / value, "mean_tpot_ms": 1000 / value,
+                "compiled": ["x.so"] if count in compiled else []}  # fmt: skip
+
+    runs = {name: {"concurrency": {str(count): row(value, count) for count, value in of_run.items()}}
+            for name, of_run in rates.items()}  # fmt: skip
+    return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "runs": runs}
+
+
+def test_serving_ratios():
+    tied = serving("dummy", {"FlashMLA": {16: 100.0, 256: 100.0}, "FP8": {16: 110.0, 256: 190.0}}, compiled=[256])
+    bars = charts.serving_bars([tied])
+    of_machine = bars["the share of one of 4 GPUs, index scores tied"]
+    for key, *_ in charts.SERVING:
+        assert of_machine[key] == {"FP8": {16: pytest.approx((1.1, 1.1, 1.1))}}  # 256 was compiled meanwhile
+    again = serving("dummy, seeded index scores", {"FlashMLA": {16: 100.0}, "FP8": {16: 120.0}})
+    repeats = [{key: value * factor for key, value in again["runs"]["FP8"]["concurrency"]["16"].items()
+                if key != "compiled"} for factor in (0.9, 1.0, 1.1)]  # fmt: skip
+    again["runs"]["FP8"]["concurrency"]["16"]["repeats"] = repeats
+    bars = charts.serving_bars([tied, again])
+    assert list(bars) == ["the share of one of 4 GPUs"]  # tied scores are out once measured again
+    of_machine = bars["the share of one of 4 GPUs"]
+    assert of_machine["output_throughput"]["FP8"][16] == pytest.approx((1.2, 1.08, 1.32))
+    assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
+
+
+def test_committed_serving_results_can_be_drawn():
+    found = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("serve_*.json")]
+    bars = charts.serving_bars([result for result in found if "FlashMLA" in result.get("runs", {})])
+    assert len(bars) >= 2
+    for of_machine in bars.values():
+        assert {key for key, *_ in charts.SERVING} == of_machine.keys()
+        assert all(0.5 < ratio < 2 for of_key in of_machine.values() for of_run in of_key.values()
+                   for ratio, *_ in of_run.values())  # fmt: skip
+
+
+def test_attention_ratios():
+    row = {"phase": "decode", "case": "full", "heads": 8, "tokens": 16, "cache": "fp8", "provider": "sm90",
+           "speedup": 2.0, "rounds": {"speedup": [1.9, 2.0, 2.2]}}  # fmt: skip
+    rows = [row, row | {"case": "prompt", "tokens": 4096, "cache": "bf16"}, row | {"provider": "triton"},
+            row | {"case": "mixed", "tokens": 128}]  # fmt: skip
+    assert charts.attention_bars({"results": rows, "cases": {}}) == {
+        "fp8": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
+        "bf16": {"prefill, a prompt of 4096": {8: (2.0, 1.9, 2.2)}},
+    }

@@ -1,0 +1,127 @@
+"""README.md and docs/: links lead somewhere, figures are those of the results, README stays short."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
+import tables  # noqa: E402
+from dsv4_overlay_tools.series import load_series, release_folders  # noqa: E402
+
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CHANGELOG.md", *DOCS, ROOT / "benchmarks/results/README.md"]
+LINK = re.compile(r"""(?:\]\(|\bsrc=")(?!\w+:)([^)"\s]+)""")
+
+
+def links(page):
+    return LINK.findall(page.read_text("utf-8"))
+
+
+def anchors(page):
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def problem(page, link):
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    if not target.exists():
+        return f"{page.relative_to(ROOT)}: there is no {link}"
+    if anchor and anchor not in anchors(target):
+        return f"{page.relative_to(ROOT)}: {link} has no such heading"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert [found for link in links(page) if (found := problem(page, link))] == []
+
+
+def test_a_broken_link_is_found(monkeypatch, tmp_path):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text('# One two\n[a](gone.md) [b](#one-two) [c](#three) [d](https://x.y) <img src="gone.svg">\n')
+    assert [bool(problem(page, link)) for link in links(page)] == [True, False, True, True]
+
+
+def test_every_page_is_found_from_readme_and_says_for_whom_it_is():
+    named = {(README.parent / link.partition("#")[0]).resolve() for link in links(README)}
+    assert {page.resolve() for page in DOCS} - named == set()
+    first = {page.name: page.read_text("utf-8").split("\n\n")[1] for page in DOCS}
+    assert [name for name, text in first.items() if not text.startswith("For those who ")] == []
+
+
+def test_readme_is_short_and_plain():
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= 140
+    assert re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,40}\b", text) == []  # no commits
+
+
+@pytest.mark.parametrize("command", ["scripts/selftest.sh", "scripts/test.sh"])
+def test_readme_has_the_commands_for_a_fresh_machine(command):
+    assert f"\n    {command} " in README.read_text("utf-8")
+    assert os.access(ROOT / command, os.X_OK)
+
+
+def test_what_the_patches_touch_is_as_readme_says():
+    series = [load_series(folder) for folder in release_folders(ROOT)]
+    lines = max(sum(patch.added for patch in one.patches) for one in series)
+    files = max(sum(len(patch.owned) for patch in one.patches) for one in series)
+    said = re.search(r"fewer than (\d+) added lines in at most (\d+) files of vLLM", README.read_text("utf-8"))
+    assert said and lines < int(said[1]) and files <= int(said[2])
+
+
+def test_figures_are_those_of_the_results():
+    done = subprocess.run([sys.executable, tables.__file__, "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_stale_figure_is_found_and_mended():
+    text = README.read_text("utf-8")
+    stale = text.replace("| FP8 cache |", "| FP9 cache |", 1)
+    assert stale != text and tables.written(stale) == text
+    assert len(tables.BLOCK.findall(text)) == text.count("<!-- figures: ")
+    with pytest.raises(KeyError, match="unheard_of"):
+        tables.written("<!-- figures: unheard_of -->\n<!-- end of figures -->\n")
+
+
+def test_speed_ups_are_of_the_native_kernels_and_of_valid_runs(monkeypatch):
+    measured = {"provider": "sm90", "cache": "fp8", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
+    rows = [measured, measured | {"provider": "triton", "speedup": 9}, measured | {"cache": "bf16", "speedup": 9}]
+    run = {"output_throughput": 1.0, "compiled": []}
+    invalid = {"16": run, "64": run | {"compiled": ["kernel"]}}
+    results = {
+        tables.ATTENTION: {"results": rows},
+        "a": {"runs": {"FlashMLA": {"concurrency": {"16": run, "64": run}}, "FP8": {"concurrency": invalid}}},
+        "b": {"runs": {"FlashMLA": {"concurrency": {"256": run}}, "FP8": {"concurrency": {"256": run}}}},
+    }
+    monkeypatch.setattr(tables, "load", results.get)
+    assert tables.speedups("fp8", "decode") == {("full", 1, 8): 2.0}
+    assert list(tables.served(["a", "b"])) == [16, 256]
+
+
+def test_several_starts_of_a_model_count_by_their_median(monkeypatch):
+    def start(speed):
+        rate = {"tokens_per_second": speed}
+        return {"prefill": rate, "decode": {"16": rate, "1": rate}, "kv_cache": {"tokens_per_gib": 7}}
+
+    speeds = {"flashmla": 100.0, "fp8": 90.0, "bf16": 100.0, "fp8-2": 200.0, "fp8-3": 300.0}
+    runs = {name: start(speed) for name, speed in speeds.items()}
+    monkeypatch.setattr(tables, "MODELS", {"a model": "a"})
+    monkeypatch.setattr(tables, "load", {"a": {"runs": runs}}.get)
+    head, _, stock, fp8, _ = tables.models().splitlines()
+    assert head == "|  | prefill | decode, 1 | decode, 16 | tokens in 1 GiB |"
+    assert stock == "| a model, FlashMLA | 100 | 100 | 100 | 7 |" and "| 2.00 | 2.00 | 2.00 | 7 |" in fp8
+
+
+def test_the_changelog_begins_with_this_version():
+    version = (ROOT / "VERSION").read_text().strip()
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert first and first[1] == version
