@@ -130,9 +130,9 @@ struct Lengths {
 };
 
 // fp16 holds q / 2^e whatever q is: 2^e and its inverse, from the largest magnitude of a row of q as the bits of BF16.
-// 2^126 at most, since the inverse of 2^127 is no normal number; fp16 holds four times as much as is needed.
+// Both are normal numbers: of 2^126 at most, since fp16 holds four times what is needed, and of 2^-126 at least.
 __device__ __forceinline__ float2 power_below(uint32_t largest) {
-  const uint32_t power = min(largest << 16 & 0x7F800000, 0x7E800000);
+  const uint32_t power = min(max(largest << 16 & 0x7F800000, 0x00800000), 0x7E800000);
   return make_float2(__int_as_float(power), __int_as_float(0x7F000000 - power));
 }
 
