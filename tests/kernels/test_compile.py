@@ -36,23 +36,23 @@ def type_of(name, rows, query):
     integers = ("indices", "lengths", "visible")
     return "*i32" if name.startswith(integers) else "*fp32"
 
-for rows, head_dim, query in (("bf16", 512, "bf16"), ("bf16", 576, "bf16"), ("e4m3", 512, "bf16"),
-                              ("e4m3", 512, "u8"), ("v4", 512, "bf16"), ("v32", 576, "bf16")):
-    for heads in (16, 64):
-        block_h, block_n, warps = triton_sparse_mla._tile(heads, rows, head_dim)
-        types = {name: type_of(name, rows, query) for name in kernel.arg_names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
-                   if type[0] == "*" or "stride" in name}
-        constants = dict(FORMAT=rows, HEAD_DIM=head_dim, BASES=(0, 0), SCALE_TENSORS=(False, False),
-                         HARDWARE_E4M3=arch >= 89, WHOLE=False, BLOCK_H=block_h, BLOCK_N=block_n)
-        compiled = compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", arch, 32),
-                           options=dict(num_warps=warps, num_stages=2))
-        print(rows, head_dim, query, heads, compiled.metadata.shared)
+# 512 BF16 are a part of what 576 are, and E4M3 q needs more than BF16 q does; 16 heads take the larger tiles.
+for rows, head_dim, query, heads in (("bf16", 576, "bf16", 16), ("e4m3", 512, "u8", 16), ("v4", 512, "bf16", 16),
+                                     ("v32", 576, "bf16", 16), ("v32", 576, "bf16", 64)):
+    block_h, block_n, warps = triton_sparse_mla._tile(heads, rows, head_dim)
+    types = {name: type_of(name, rows, query) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
+               if type[0] == "*" or "stride" in name}
+    constants = dict(FORMAT=rows, HEAD_DIM=head_dim, BASES=(0, 0), SCALE_TENSORS=(False, False),
+                     HARDWARE_E4M3=arch >= 89, WHOLE=False, BLOCK_H=block_h, BLOCK_N=block_n)
+    compiled = compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", arch, 32),
+                       options=dict(num_warps=warps, num_stages=2))
+    print(rows, head_dim, query, heads, compiled.metadata.shared)
 """
 
 
 @pytest.mark.parametrize(
-    "arch", [arch if arch == 80 else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY]
+    "arch", [arch if arch in (80, 90) else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY]
 )
 def test_attention_compiles(arch, tmp_path):
     package = Path(triton_sparse_mla.__file__).parents[1]
@@ -63,5 +63,5 @@ def test_attention_compiles(arch, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 12
+    assert len(kernels) == 5
     assert all(int(shared) <= SHARED_MEMORY[arch] * 1024 for *_, shared in kernels), done.stdout
