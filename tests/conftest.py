@@ -21,7 +21,7 @@ class Patience:
         self.started[nodeid] = time.monotonic()
 
     def pytest_runtest_logfinish(self, nodeid):
-        del self.started[nodeid]
+        self.started.pop(nodeid, None)
         self.said = time.monotonic()
 
     def watch(self):
