@@ -8,15 +8,15 @@
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
-other on the same GPUs. Each measurement comes after one that does not count, of as many prompts of
-the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps
-are the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
-TileLang, DeepGEMM and FlashInfer), the result names. --repeat N measures N times; the result has the median,
-every figure, and the clocks and temperature meanwhile. What is in --work is not measured again, so an
-interrupted command can be given once more; --output-len and --concurrency make it shorter, and the
-result says so. --profile adds, with the first concurrency, the
-share of attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine
-with fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
+other on the same GPUs. Before the --repeat measurements of a number of prompts comes one that does not
+count, of as many prompts of the same length with fewer tokens out: what is compiled depends on the
+tokens in a step, and its steps are the same. What is compiled while the clock runs all the same (new
+libraries in the caches of Triton, TileLang, DeepGEMM and FlashInfer), the result names. It has the
+median of the repetitions, every figure, and the clocks and temperature meanwhile. What is in --work is
+not measured again, so an interrupted command can be given once more; --output-len and --concurrency
+make it shorter, and the result says so. --profile adds, with the first concurrency, the share of
+attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine with
+fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
 share of the heads, of the width of every expert and of the vocabulary, and nothing sent between GPUs.
 
 Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
