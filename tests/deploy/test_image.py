@@ -236,7 +236,10 @@ def storage(tmp_path_factory):
     (folder / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/store"\nrunroot = "{folder}/run"\n'
     )
-    return os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+    env = os.environ | {"CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"), "BUILDAH_ISOLATION": "chroot"}
+    yield env
+    if shutil.which("buildah"):  # which leaves a container of each stage that another one mounted
+        subprocess.run(["buildah", "rm", "--all"], capture_output=True, env=env)
 
 
 @pytest.fixture(scope="module")
