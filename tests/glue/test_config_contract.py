@@ -63,6 +63,7 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
         ),
         load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         speculative_config=None,
+        kv_transfer_config=None,
         additional_config={},
     )
 

@@ -261,13 +261,12 @@ def test_ranks_are_merged():
 def test_observer_in_a_worker(monkeypatch):
     """Every layer of ours is watched by its number, and each keeps its own maximum."""
     prefixes = {number: f"model.layers.{number}.attn" for number in (0, 5)}
-    layers = {p: SimpleNamespace(prefix=p, kv_scale=torch.ones(1), kv_scale_value=1.0) for p in prefixes.values()}
+    layers = {p: SimpleNamespace(prefix=p, attn_sink=torch.ones(1)) for p in prefixes.values()}
+    monkeypatch.setattr(attention, "LAYERS", layers.values())
     seen, attended = [], []
     monkeypatch.setattr(calibrate, "observe", lambda layer, q, amax: seen.append((layer, amax.copy_(q))))
     monkeypatch.setattr(attention, "forward", lambda *arguments: attended.append(arguments))
     worker = calibrate.AmaxObserver()
-    context = layers | {"model.layers.0.attn.swa_cache": torch.nn.Module()}
-    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     worker.dsv4_observe()
     for number, layer in enumerate(layers.values()):
         attention.forward(layer, torch.tensor([1.0 + number, 2.0]), "output")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.backend import FullCacheBackend, overriding, require
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
@@ -13,10 +13,12 @@ ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 
 
+@overriding()
 class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLABackend):
     """Metadata, block sizes and graph support are those of the V4 FlashMLA backend."""
 
 
+@overriding("full_cache")
 class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
     """vLLM's layer for Hopper on vLLM's full-width caches, with the overlay's insert, compressor and attention.
 
@@ -38,12 +40,8 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         attention.init_layer(self)
         if self.compressor is not None:
             # vLLM has a class to choose for the indexer's compressor only.
+            require(self.compressor, "_compress_norm_rope_store")
             self.compressor._compress_norm_rope_store = partial(_compress, self)
-
-    @property
-    def mla_attn(self) -> "DeepseekV4FullCacheAttention":
-        """The inner layer of other releases."""
-        return self
 
     def _fused_qnorm_rope_kv_insert(
         self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
@@ -70,3 +68,8 @@ def _compress(
     pdl_kwargs: dict[str, Any],
 ) -> None:
     attention.compress(layer.compressor, layer, positions, rotary_emb.cos_sin_cache, attn_metadata)
+
+
+def outer_layer(layer: torch.nn.Module, context: dict[str, Any]) -> torch.nn.Module:
+    """In this release the layer is one."""
+    return layer

@@ -1,14 +1,13 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index table, attention."""
 
-import time
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
 from vllm.dsv4_overlay.scales import layer_scales
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
@@ -18,11 +17,12 @@ from vllm.third_party.dsv4_kernels import (
     pick_provider,
     sparse_mla,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker
+from vllm.third_party.dsv4_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
+
+# The inner layers of this process on the full-width cache, as they were made: for warm-up and calibration.
+LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def init_layer(layer: torch.nn.Module) -> None:
@@ -49,6 +49,7 @@ def init_layer(layer: torch.nn.Module) -> None:
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
         logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.kv_scale.device.type))
+    LAYERS.add(layer)
 
 
 def _provider(tensor: torch.Tensor) -> str:
@@ -122,11 +123,32 @@ def compress(
 def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
     """Run the inner attention layer on the metadata of this forward pass; zeros while memory is measured."""
     metadata = get_forward_context().attn_metadata
-    if metadata is None:
+    if not isinstance(metadata, dict):
+        _reserve(layer, q)
         output.zero_()
         return
     compressed = None if layer.compress_ratio <= 1 else metadata[layer.prefix]
     attend(layer, q, output, metadata[layer.swa_cache_layer.prefix], compressed)
+
+
+def _reserve(layer: torch.nn.Module, q: torch.Tensor) -> None:
+    """Hold what the widest step takes, while vLLM measures memory: what is left it gives to the caches.
+
+    A C128A layer's table is [tokens, 128 + max_model_len / 128] int32: 260 MiB for 8192 tokens of a million.
+    """
+    if layer.kv_cache_dtype != "bfloat16" and _provider(q) == "flashinfer":
+        q = torch.empty_like(q, dtype=torch.float8_e4m3fn)
+    width = table_width(_compressed_width(layer, layer.max_model_len))
+    table = torch.empty(len(q), width, dtype=torch.int32, device=q.device)
+    if layer.compress_ratio != 4:  # the others live until the step ends, as here
+        get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})[layer.compress_ratio] = table
+
+
+def _compressed_width(layer: torch.nn.Module, longest: int) -> int:
+    """The most compressed rows that a token of this layer attends to in sequences of up to `longest` tokens."""
+    if layer.compress_ratio == 4:
+        return layer.topk_indices_buffer.shape[1]
+    return longest // layer.compress_ratio if layer.compress_ratio > 1 else 0
 
 
 def attend(
@@ -206,7 +228,7 @@ def _index_table(
         compressed = dict(
             compressed_block_table=compressed_metadata.block_table,
             compressed_block_size=compressed_metadata.block_size // ratio,
-            compressed_width=picked.shape[1] if ratio == 4 else _longest(layer, compressed_metadata) // ratio,
+            compressed_width=_compressed_width(layer, _longest(layer, compressed_metadata)),
             topk_indices=picked,
         )
     table = build_sparse_index_table(
@@ -230,55 +252,3 @@ def _longest(layer: torch.nn.Module, metadata: Any) -> int:
     if metadata.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
         return layer.max_model_len
     return min(metadata.max_seq_len, layer.max_model_len)
-
-
-def warm_up(worker: "Worker") -> None:
-    """Compile every kernel of this backend before the first request, on batches that hold padding only."""
-    context = worker.vllm_config.compilation_config.static_forward_context
-    # The outer layers, one of each ratio; no other model's inner layer has a `kv_scale_value`.
-    wrappers = {
-        layer.compress_ratio: layer
-        for layer in context.values()
-        if hasattr(getattr(layer, "mla_attn", None), "kv_scale_value")
-    }
-    if not wrappers:
-        return
-    start = time.perf_counter()
-    for wrapper in wrappers.values():
-        # One token is split over keys, a thousand are not.
-        for tokens in (1, 1024):
-            with set_forward_context(None, worker.vllm_config):
-                _warm_up_layer(wrapper, tokens)
-    torch.cuda.synchronize()
-    logger.info("Warm-up of the full-width attention kernels took %.1f s.", time.perf_counter() - start)
-
-
-def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
-    layer = wrapper.mla_attn
-    device = layer.kv_scale.device
-    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)  # noqa: E731
-    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-    window = SimpleNamespace(
-        slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.kv_cache.shape[1],  # more than its own where vLLM has one group of layers
-        token_to_req_indices=ints(tokens),
-        is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
-        query_start_loc=ints(2),
-        seq_lens=ints(1),
-        block_table=ints(1, 16),
-        num_decode_tokens=tokens,
-        num_prefill_tokens=0,
-    )
-    compressed = None
-    positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-    cos_sin_cache = wrapper.rotary_emb.cos_sin_cache
-    if wrapper.compressor is not None:
-        compressed = SimpleNamespace(
-            block_table=ints(1, 16), block_size=256, max_seq_len=layer.max_model_len, slot_mapping=nowhere
-        )
-        metadata = {wrapper.compressor.state_cache.prefix: window, layer.prefix: compressed}
-        compress(wrapper.compressor, layer, positions, cos_sin_cache, metadata)
-    q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(q)
-    q = insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
-    attend(layer, q, out, window, compressed)

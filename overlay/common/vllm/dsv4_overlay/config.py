@@ -54,6 +54,17 @@ def storage_dtype(cache_dtype: str) -> torch.dtype:
     return _STORAGE_DTYPES[cache_dtype]
 
 
+def full_width_fp8(vllm_config: "VllmConfig") -> bool:
+    """Whether the configuration, resolved or not, has a DeepSeek V4 model on the full-width cache in FP8."""
+    cache_dtype, backend = vllm_config.cache_config.cache_dtype, vllm_config.attention_config.backend
+    return (
+        vllm_config.model_config.architecture in _ARCHITECTURES
+        and (backend is _FULL_CACHE or is_full_cache(cache_dtype))
+        and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+        and not _packed()
+    )
+
+
 def provider() -> str | None:
     """The provider of `sparse_mla` that VLLM_DSV4_PROVIDER asks for; None lets `sparse_mla` pick."""
     return os.environ.get(_PROVIDER_VARIABLE) or None
@@ -65,6 +76,11 @@ def vllm_serves_itself() -> bool:
     return not NAME_IS_OURS and capability is not None and capability.major in (10, 12)
 
 
+def _packed() -> bool:
+    """Whether on this GPU the backend is vLLM's own, on FlashMLA's rows whatever the name of the cache dtype."""
+    return vllm_serves_itself() and _capability().major == 12
+
+
 def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     """Resolve the backend and the cache dtype of a DeepSeek V4 model in place; leave every other model alone.
 
@@ -74,7 +90,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
 
     Raises:
         ValueError: the combination, the GPU, the model's dtype, dimensions or head count, the kind of parallelism
-            or of speculation, the provider or the scales cannot be served. One sentence.
+            or of speculation, the provider, the scales or the way rows are shared cannot be served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
@@ -96,8 +112,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
 
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
-    packed = itself and _capability().major == 12
-    fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+    packed, fp8 = _packed(), full_width_fp8(vllm_config)
     if scales_file(vllm_config) and not fp8:
         rest = f"; omit it, or use --attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
         if packed:
@@ -122,6 +137,9 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         check_machine()
         _check_layers(vllm_config)
     if fp8:
+        from vllm.dsv4_overlay.transfer import check_connectors  # it imports this module
+
+        check_connectors(vllm_config)
         check_scales(vllm_config)
         if path := scales_file(vllm_config):  # a Ray worker is in another folder
             vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}

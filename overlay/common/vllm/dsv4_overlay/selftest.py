@@ -109,6 +109,7 @@ def configured(cache_dtype: str, platform: object) -> str:
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         speculative_config=None,
+        kv_transfer_config=None,
         additional_config={},
     )
     here = config.current_platform, config.provider
