@@ -109,10 +109,8 @@ class Step:
             impl_cls=getattr(adapter, "DeepseekV4FullCacheImpl", None),
             compress_ratio=ratio,
             scale=self.scale,
-            kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
-            kv_scale_value=self.kv_scale,
-            q_scale_inv=torch.tensor([1 / self.q_scale], device=DEVICE),
-            q_scale_value=self.q_scale,
+            kv_scale=self.kv_scale,
+            q_scale=self.q_scale,
             attn_sink=torch.cat((self.sink, torch.full((64 - HEADS,), float("nan")))).to(DEVICE),
             swa_cache_layer=SimpleNamespace(kv_cache=window, prefix="layer.swa"),
             kv_cache=torch.tensor([]),
@@ -464,7 +462,7 @@ def test_e4m3_queries_have_a_scale_of_their_own():
     step = Step(1, E4M3, ((0, 4),))
     step.run()
     q = selftest.rotate(selftest.normed(step.q.double()), step.cos_sin[step.position])
-    step.layer.q_scale_value = 2.0**-5
+    step.layer.q_scale = 2.0**-5
     out = torch.empty(4, HEADS, 512, dtype=BF16, device=DEVICE)
     with override_forward_context(step.context):
         attention.attend(step.layer, (q * 2**5).float().to(E4M3).to(DEVICE), out, step.metadata, None)

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from vllm.dsv4_overlay import attention
 from vllm.dsv4_overlay.backend import FullCacheBackend, overriding, require
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+# Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert, compressor and attention.
+_NEVER_RUN = ("common.ops.cache_utils", "sparse_mla", "nvidia.ops.sparse_attn_compress_cutedsl")
 
 
 @overriding()
@@ -36,6 +39,7 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _cancel_warm_up()
         self.num_heads = self.n_local_heads
         attention.init_layer(self)
         if self.compressor is not None:
@@ -55,6 +59,13 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
     ) -> None:
         attention.forward(self, q, output)
+
+
+def _cancel_warm_up() -> None:
+    registry = JitWarmupRegistry._active.get()
+    for kernel in list(registry._registrations) if registry else ():
+        if type(kernel).__module__.removeprefix("vllm.models.deepseek_v4.") in _NEVER_RUN:
+            del registry._registrations[kernel]
 
 
 def _compress(

@@ -1,5 +1,6 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index table, attention."""
 
+import functools
 import weakref
 from typing import Any
 
@@ -26,30 +27,33 @@ LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def init_layer(layer: torch.nn.Module) -> None:
-    """Give an inner attention layer its scales; insert, compressor and attention read these, fixed from here on.
+    """Give an inner attention layer the scales of its rows and queries, floats that do not change from here on.
 
-    `kv_scale` and `q_scale_inv`, one float32 element each, are what the kernels that write read; buffers, so that
-    they survive vLLM's sleep mode (level 2: the main model's; up to 0.22.1 vLLM saves none of a draft's). The
-    floats `kv_scale_value` and `q_scale_value` are for attention.
+    None of them is a tensor of the layer: those are lost in sleep mode, or when weights are loaded anew.
     """
     check_machine()
     vllm_config = get_current_vllm_config()
-    kv, q = 1.0, 1.0
+    layer.kv_scale, layer.q_scale = 1.0, 1.0
     if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:
-        kv, q = layer_scales(vllm_config, layer.prefix)
-    layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
-    layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
-    layer.kv_scale_value, layer.q_scale_value = kv, q
-    if _provider(layer.kv_scale) == "flashinfer":
-        flashinfer = flashinfer_sparse_mla.prepare(layer.kv_scale.device)
-        # Its kernels count on zeros; after sleep level 2 vLLM brings back buffers, and nothing else but weights.
-        layer.register_buffer("flashinfer_workspace", flashinfer.workspace, persistent=False)
-        layer.register_buffer("flashinfer_counters", flashinfer.counters, persistent=False)
+        layer.kv_scale, layer.q_scale = layer_scales(vllm_config, layer)
+    if _provider(layer.attn_sink) == "flashinfer":
+        flashinfer = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
+        # Its kernels count on zeros. After sleep level 2 vLLM brings back buffers, and nothing else but weights; when
+        # weights are loaded anew, only those of modules without any.
+        layer.flashinfer = torch.nn.Module()
+        layer.flashinfer.register_buffer("workspace", flashinfer.workspace, persistent=False)
+        layer.flashinfer.register_buffer("counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
     else:
-        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.kv_scale.device.type))
+        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device.type))
     LAYERS.add(layer)
+
+
+@functools.cache
+def on_device(value: float, device: torch.device) -> torch.Tensor:
+    """One float32 element, as the kernels that write take scales; made before graphs are captured, by warm-up."""
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def _provider(tensor: torch.Tensor) -> str:
@@ -79,16 +83,16 @@ def insert(
     rest = (swa_metadata.slot_mapping, positions, cos_sin_cache)
     if cache.dtype == torch.bfloat16:
         torch.ops.dsv4_kernels.full_cache_bf16_insert(q, kv, cache, *rest, eps, swa_metadata.block_size)
-    elif query_dtype(cache) == torch.float8_e4m3fn:
+        return q
+    kv_scale = on_device(layer.kv_scale, q.device)
+    if query_dtype(cache) == torch.float8_e4m3fn:
         q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
         torch.ops.dsv4_kernels.full_cache_fp8_insert(
-            q, kv, q_fp8, cache, *rest, layer.kv_scale, layer.q_scale_inv, eps, swa_metadata.block_size
-        )
+            q, kv, q_fp8, cache, *rest, kv_scale, on_device(1 / layer.q_scale, q.device), eps,
+            swa_metadata.block_size,
+        )  # fmt: skip
         return q_fp8
-    else:
-        torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
-            q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
-        )
+    torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size)
     return q
 
 
@@ -115,7 +119,7 @@ def compress(
         compressor.norm.weight,
         compressor.rms_norm_eps,
         layer.compress_ratio,
-        None if layer.kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
+        None if layer.kv_cache.dtype == torch.bfloat16 else on_device(layer.kv_scale, positions.device),
     )
     return True
 
@@ -163,7 +167,7 @@ def attend(
     tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
     table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
     name = _provider(q)
-    q_scale = layer.q_scale_value if q.dtype == torch.float8_e4m3fn else 1.0
+    q_scale = layer.q_scale if q.dtype == torch.float8_e4m3fn else 1.0
     first = slice(swa_metadata.num_decode_tokens if name == "flashinfer" else tokens)
     parts: list[tuple] = [(first, q[first, None], output[first, None], table.visible[first], {})]
     if first.stop < tokens:
@@ -179,8 +183,8 @@ def attend(
             table.lens[part],
             seq_lens,
             out=out,
-            bmm1_scale=layer.scale * q_scale * layer.kv_scale_value,
-            bmm2_scale=layer.kv_scale_value,
+            bmm1_scale=layer.scale * q_scale * layer.kv_scale,
+            bmm2_scale=layer.kv_scale,
             # The parameter is padded to 64 heads for FlashMLA.
             sinks=layer.attn_sink[: q.shape[1]],
             kv_layout="NHD",

@@ -3,11 +3,11 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import CacheConfig, VllmConfig
-from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
+from vllm.dsv4_overlay.config import ACCEPTED_DTYPES, is_full_cache, storage_dtype
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
@@ -43,6 +43,8 @@ def overriding(*added: str) -> Callable[[type], type]:
 
 class FullCacheBackend:
     """Sparse MLA over 512-wide rows: what it has other than the V4 FlashMLA backend that it is mixed into."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(ACCEPTED_DTYPES)
 
     @staticmethod
     def get_name() -> str:

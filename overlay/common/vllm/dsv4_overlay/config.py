@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+_DRAFT_LAYERS = "DeepSeekV4MTPModel"
+_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS)
 _WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
 # From 0.23.0 on the name is vLLM's own, for Blackwell and for more models; the overlay adds Hopper.
 NAME_IS_OURS = _FULL_CACHE.value.startswith("vllm.dsv4_overlay.")
 # What --kv-cache-dtype may say under the full-width backend, and the name it goes by from then on.
-_ACCEPTED_DTYPES = {
+ACCEPTED_DTYPES = {
     "auto": "bfloat16",
     "bfloat16": "bfloat16",
     "fp8": "fp8_per_tensor",
@@ -37,8 +38,8 @@ _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4
 _PACKED_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 # What the kernels are written for; all released checkpoints have these.
 _DIMENSIONS = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128}
-# Drafts with attention of their own, whose layers would get this cache or backend, and fail after loading.
-_OTHER_DRAFTS = ("draft_model", "eagle", "eagle3", "dflash", "extract_hidden_states")
+# Drafts that are DeepSeek V4's own layers, or need none; those of others would get this cache or backend.
+_DRAFTS = ("mtp", "ngram", "ngram_gpu", "suffix")
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -60,7 +61,7 @@ def full_width_fp8(vllm_config: "VllmConfig") -> bool:
     return (
         vllm_config.model_config.architecture in _ARCHITECTURES
         and (backend is _FULL_CACHE or is_full_cache(cache_dtype))
-        and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+        and ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
         and not _packed()
     )
 
@@ -125,7 +126,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
             f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
         )
-    accepted = _PACKED_DTYPES if packed else tuple(_ACCEPTED_DTYPES)
+    accepted = _PACKED_DTYPES if packed else tuple(ACCEPTED_DTYPES)
     if cache_dtype not in accepted:
         raise ValueError(
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}"
@@ -147,7 +148,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     vllm_config.attention_config.backend = _FULL_CACHE
     if itself:
         return
-    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
+    cache_config.cache_dtype = ACCEPTED_DTYPES[cache_dtype]
     logger.info_once(
         "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
         _FULL_CACHE.name,
@@ -189,7 +190,7 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
     for option in ("calculate_kv_scales", "kv_cache_dtype_skip_layers"):  # vLLM's V4 layers would read neither
-        if getattr(cache_config, option, None) and _ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor":
+        if getattr(cache_config, option, None) and ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor":
             raise ValueError(
                 f"{_FULL_CACHE.name} does not serve --{option.replace('_', '-')}; omit it: scales come from "
                 f"{OPTION} in --additional-config, and python -m vllm.dsv4_overlay.calibrate measures them."
@@ -205,10 +206,12 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
             f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see more than a window; use MTP, "
             f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
         )
-    if speculative.method in _OTHER_DRAFTS:
+    draft = speculative.draft_model_config if speculative.method == "mtp" else None
+    if speculative.method not in _DRAFTS or (draft and draft.architecture != _DRAFT_LAYERS):
+        what = draft.architecture if draft else speculative.method
         raise ValueError(
-            f"{_FULL_CACHE.name} serves no drafts of {speculative.method}, only DeepSeek V4's own layers; use "
-            "MTP, or n-grams."
+            f"{_FULL_CACHE.name} serves no drafts of {what}, only DeepSeek V4's own layers, n-grams and suffixes; "
+            f"use one of {', '.join(_DRAFTS)}."
         )
     backend = getattr(speculative, "attention_backend", None)
     if backend not in (None, _FULL_CACHE):
@@ -217,8 +220,8 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
         )
     dtype = getattr(speculative, "kv_cache_dtype", None)  # from 0.23.0 on
     if dtype is not None:
-        resolved = _ACCEPTED_DTYPES[cache_dtype]
-        if _ACCEPTED_DTYPES.get(dtype) != resolved:
+        resolved = ACCEPTED_DTYPES[cache_dtype]
+        if ACCEPTED_DTYPES.get(dtype) != resolved:
             raise ValueError(
                 f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share the model's; omit it."
             )

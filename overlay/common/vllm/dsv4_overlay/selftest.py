@@ -369,7 +369,7 @@ def compress(seq: Sequence) -> None:
         full_cache=True,
         prefix="rows",
         kv_cache=seq.rows,
-        kv_scale=torch.tensor([KV_SCALE], device=DEVICE),
+        kv_scale=KV_SCALE,
         compress_ratio=seq.ratio,
     )
     positions = torch.arange(seq.length, device=DEVICE)
@@ -417,10 +417,8 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
     layer = SimpleNamespace(
         compress_ratio=ratio,
         scale=SCALE,
-        kv_scale=torch.tensor([KV_SCALE], device=DEVICE),
-        kv_scale_value=KV_SCALE if dtype == E4M3 else 1.0,
-        q_scale_inv=torch.ones(1, device=DEVICE),
-        q_scale_value=1.0,
+        kv_scale=KV_SCALE if dtype == E4M3 else 1.0,
+        q_scale=1.0,
         attn_sink=torch.cat((seq.sink, torch.full((64 - heads,), float("-inf")))).to(DEVICE),
         swa_cache_layer=SimpleNamespace(kv_cache=seq.window),
         kv_cache=seq.rows,
