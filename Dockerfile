@@ -1,25 +1,34 @@
 # vLLM's own image with the overlay applied to its vLLM; docs/deploy.md. docker/build.sh RELEASE gives the arguments.
 ARG BASE_IMAGE
-FROM ${BASE_IMAGE} AS build
+
+# Is this the base for RELEASE, and does the overlay go onto it? Also makes the environment of the tools.
+FROM ${BASE_IMAGE} AS check
 ARG RELEASE
-COPY docker/check.py /src/docker/
-RUN python3 -B /src/docker/check.py base "$RELEASE"
-# What is compiled comes first: the rest changes more often.
+COPY . /src
+RUN python3 -B /src/docker/check.py base "$RELEASE" && \
+    XDG_CACHE_HOME=/src/.cache /src/scripts/apply-patches.sh --installed --check && \
+    touch --date=@0 /src/checked
+
+# What is compiled depends on little, so that most changes leave it cached; and on the check, so that a wrong base does
+# not take minutes to be refused.
+FROM ${BASE_IMAGE} AS kernels
+COPY --from=check /src/checked /src/
 COPY csrc /src/csrc
 COPY scripts/build-kernels.sh /src/scripts/
 COPY overlay/common/vllm/third_party/dsv4_kernels/native.py /src/overlay/common/vllm/third_party/dsv4_kernels/
 ARG DSV4_CUDA_ARCHS="90a 100a 103a 120a"
-RUN /src/scripts/build-kernels.sh
-COPY . /src
-# Also makes the environment of the tools, which stays in this stage.
-RUN XDG_CACHE_HOME=/src/.cache /src/scripts/apply-patches.sh --installed --check
+RUN /src/scripts/build-kernels.sh /out/libdsv4_kernels.so
+
+FROM check AS built
+COPY --from=kernels /out /out
+RUN /src/scripts/build-kernels.sh --from /out/libdsv4_kernels.so
 
 # To be mounted: buildah 1.28 mounts a stage that is all cached without what its last step made.
-FROM build AS built
+FROM built AS mounted
 
 FROM ${BASE_IMAGE}
-# FlashInfer compares the versions of its packages when imported. The pair is on the package index; the third, its
-# kernels compiled ahead, is not, and would be of another version.
+# Empty, FlashInfer stays as the base has it. Else the two packages of it that are on PyPI; the third,
+# flashinfer-jit-cache, is on FlashInfer's own index only, and refuses to be imported beside another version.
 ARG FLASHINFER
 RUN --mount=type=bind,source=docker,target=/src \
     [ -z "$FLASHINFER" ] || { \
@@ -35,16 +44,20 @@ ARG REVISION
 ARG VERSION
 # The check imports vLLM, which writes to its home and beside its modules: no layer may hold that. Not a tmpfs on /tmp:
 # buildah 1.28 removes the folder it was mounted on.
-RUN --mount=type=bind,from=built,source=/src,target=/src \
+RUN --mount=type=bind,from=mounted,source=/src,target=/src \
     export HOME="$(mktemp -d)" PYTHONDONTWRITEBYTECODE=1 && export TMPDIR="$HOME" && \
     XDG_CACHE_HOME=/src/.cache DSV4_OVERLAY_COMMIT="$REVISION" /src/scripts/apply-patches.sh --installed && \
     python3 /src/docker/check.py image "$RELEASE" \
         base_name="$BASE_NAME" base_digest="$BASE_DIGEST" revision="$REVISION" \
         --flashinfer "$FLASHINFER" --record /usr/share/vllm-dsv4-overlay/provenance.json && \
     rm -rf "$HOME"
+ARG SOURCE
+ARG CREATED
 LABEL org.opencontainers.image.title="vllm-dsv4-overlay" \
       org.opencontainers.image.description="vLLM $RELEASE with the DeepSeek V4 overlay" \
       org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.source="$SOURCE" \
+      org.opencontainers.image.created="$CREATED" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.base.name="$BASE_NAME" \

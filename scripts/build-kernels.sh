@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# Build the native kernels into the overlay: build-kernels.sh [FILE.so]; docs/native-kernels.md.
+# Build the native kernels: docs/native-kernels.md.
+#
+#   build-kernels.sh                 into the overlay, from where apply-patches.sh takes them along
+#   build-kernels.sh FILE.so         into FILE.so, to be carried to a machine without nvcc
+#   build-kernels.sh --from FILE.so  build nothing: take FILE.so, built elsewhere from the same csrc/, into the overlay
+#
 #   DSV4_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
 #   CUDA_HOME         where nvcc is, if not on PATH
-# The headers come from the torch of the active Python, the oldest torch that the library serves is below.
+#
+# The headers come from the torch of the active Python.
 set -euo pipefail
-torch_target=2.11
+torch_target=2.11 # the oldest that the library serves
 read -ra archs <<<"${DSV4_CUDA_ARCHS-90a 100a 103a 120a}"
 
 stop() {
@@ -12,15 +18,49 @@ stop() {
     exit 1
 }
 
-[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; what else there is, is at the top of $0."
-
 repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 package=$repo/overlay/common/vllm/third_party/dsv4_kernels
-out=${1:-$package/lib/libdsv4_kernels.so}
+out=$package/lib/libdsv4_kernels.so
+
+identify() { # what the loader reads before it loads anything: see native.py
+    interface=$(sed -n 's/^INTERFACE = \([0-9]*\)$/\1/p' "$package/native.py")
+    sources=$(export LC_ALL=C && cd "$repo/csrc" && cat -- * | sha256sum)
+    sources=${sources%% *}
+}
+
+put() { # FILE, to $out: by a rename beside it, so that nobody meets half of it
+    mkdir -p "$(dirname "$out")"
+    local draft
+    draft=$(dirname "$out")/.$(basename "$out").new
+    cp -- "$1" "$draft"
+    chmod 755 "$draft"
+    mv -f "$draft" "$out"
+}
+
+case ${1:-} in
+--help | -h)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+--from)
+    [ $# -eq 2 ] || stop "give one file after --from."
+    [ -f "$2" ] && [ -r "$2" ] || stop "$2 cannot be read; give a library that build-kernels.sh made."
+    identify
+    build=$(grep -aoE 'dsv4_kernels_build \{[^}]*\}' "$2") || stop "$2 is no library that build-kernels.sh made."
+    [[ $build == *"\"interface\": $interface,"* && $build == *"\"sources\": \"$sources\""* ]] ||
+        stop "$2 was built from another csrc/ than $repo has; check out the same commit on both machines."
+    put "$2"
+    echo "took $2 into the overlay; apply-patches.sh takes it along"
+    exit
+    ;;
+esac
+[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; see --help."
+out=${1:-$out}
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || true)}
-[ -x "$nvcc" ] || stop "there is no nvcc on PATH or in \$CUDA_HOME/bin; install the CUDA 13 toolkit."
+[ -x "$nvcc" ] || stop "there is no nvcc on PATH or in \$CUDA_HOME/bin; install the CUDA 13 toolkit, or build \
+elsewhere and use --from."
 cuda=$("$nvcc" --version | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
 [ "${cuda%%.*}" -ge 13 ] || stop "$nvcc is of CUDA $cuda; install the CUDA 13 toolkit."
 [[ "${archs[*]}" =~ ^[0-9]+a(\ [0-9]+a)*$ ]] ||
@@ -44,36 +84,46 @@ oldest=$(printf '%s\n' "$torch_target" "$torch_version" | sort -V | head -n 1)
 work=$(mktemp -d)
 [[ $work != *\ * ]] || stop "\$TMPDIR has a space in it, which nvcc cannot do with; set it to another folder."
 trap 'rm -rf "$work"' EXIT
-# What the loader reads before it loads anything: see native.py.
-interface=$(sed -n 's/^INTERFACE = \([0-9]*\)$/\1/p' "$package/native.py")
-sources=$(export LC_ALL=C && cd "$repo/csrc" && cat -- * | sha256sum)
+identify
 cat >"$work/build.cpp" <<EOF
 extern "C" __attribute__((visibility("default"))) const char dsv4_kernels_build[];
 const char dsv4_kernels_build[] = "dsv4_kernels_build {"
     "\"interface\": $interface, \"torch\": \"$torch_target\", \"cuda\": \"$cuda\", \"archs\": \"${archs[*]}\", "
-    "\"built_with_torch\": \"$torch_version\", \"sources\": \"${sources%% *}\"}";
+    "\"built_with_torch\": \"$torch_version\", \"sources\": \"$sources\"}";
 EOF
 # Nothing but that is visible: other copies of the CUDA runtime are in the same process.
 echo '{ global: dsv4_kernels_build; local: *; };' >"$work/exports"
+
+IFS=. read -r major minor <<<"$torch_target"
+# libtorch is there by the name it has in every torch, and pulls in the libraries that have the symbols.
+# libstdc++ comes first: some builds of torch export parts of it without symbol versions.
+# nvcc names temporary files by its process: those of builds in containers with one /tmp can meet, and the symbol table
+# has these names. Without it (-s), the same sources, toolkit and torch at the same paths give the same bytes.
+compile() { # FILE.so, sources and options
+    TMPDIR=$work "$nvcc" --threads 0 -std=c++20 -O3 -shared -cudart static -Werror all-warnings \
+        -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-attributes \
+        -Xlinker "--version-script=$work/exports,-s,--no-as-needed" \
+        -DTORCH_TARGET_VERSION="$(printf '0x%02x%02x000000000000ULL' "$major" "$minor")" \
+        -isystem "$torch/include" -I "$repo/csrc" \
+        "${@:2}" -lstdc++ -L "$torch/lib" -ltorch -o "$1"
+}
+
+# The kernels take minutes, and are linked after that. What a toolkit in parts may lack is found before.
+cat >"$work/trial.cu" <<EOF
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+extern "C" int trial() { return cudaDeviceSynchronize(); }
+EOF
+compile "$work/trial.so" "$work/trial.cu" >"$work/log" 2>&1 || {
+    cat "$work/log" >&2
+    stop "$nvcc cannot build a library with the static CUDA runtime, as it says above; install what is missing."
+}
 
 targets=()
 for arch in "${archs[@]}"; do
     targets+=(-gencode "arch=compute_$arch,code=sm_$arch")
 done
-IFS=. read -r major minor <<<"$torch_target"
-# libtorch is there by the name it has in every torch, and pulls in the libraries that have the symbols.
-# libstdc++ comes first: some builds of torch export parts of it without symbol versions.
-# nvcc names temporary files by its process: those of builds in containers with one /tmp can meet.
-TMPDIR=$work "$nvcc" "${targets[@]}" --threads 0 -std=c++20 -O3 -shared -cudart static -Werror all-warnings \
-    -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-attributes \
-    -Xlinker "--version-script=$work/exports,--no-as-needed" \
-    -DTORCH_TARGET_VERSION="$(printf '0x%02x%02x000000000000ULL' "$major" "$minor")" \
-    -isystem "$torch/include" -I "$repo/csrc" \
-    "$repo"/csrc/*.cu "$repo"/csrc/*.cpp "$work/build.cpp" \
-    -lstdc++ -L "$torch/lib" -ltorch -o "$work/out.so"
-chmod 755 "$work/out.so"
-mkdir -p "$(dirname "$out")"
-draft=$(dirname "$out")/.$(basename "$out").new
-mv -f "$work/out.so" "$draft"
-mv -f "$draft" "$out"
+compile "$work/out.so" "${targets[@]}" "$repo"/csrc/*.cu "$repo"/csrc/*.cpp "$work/build.cpp"
+put "$work/out.so"
 echo "built $out for sm ${archs[*]} with CUDA $cuda, torch $torch_target and newer"

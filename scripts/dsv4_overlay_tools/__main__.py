@@ -1,5 +1,6 @@
 """Entry point of the shell scripts, which run it as `python -I -B __main__.py COMMAND ...`."""
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,12 +15,8 @@ if __name__ == "__main__":
         from dsv4_overlay_tools.maintain import export_main as main
     elif command == "check-release":
         from dsv4_overlay_tools.porting import check_release_main as main
-    elif command == "matrix":
-        from dsv4_overlay_tools.matrix import matrix_main as main
-    elif command == "image":
-        from dsv4_overlay_tools.image import main
-    elif command == "manifests":
-        from dsv4_overlay_tools.manifests import main
+    elif command.endswith(".py"):  # not of the patch engine: it lives beside what it checks
+        main = runpy.run_path(str(scripts.parent / command))["main"]
     else:
         from dsv4_overlay_tools.maintain import check_main as main
     try:

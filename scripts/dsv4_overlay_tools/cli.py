@@ -8,13 +8,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from . import fetch, transaction
 from .errors import Refusal
+from .files import check_writable, read
+from .planning import as_built, build_plan
+from .record import changed_since, edited, original_lost, read_record, survey
 from .series import Mismatch, Series, find_series, load_series, release_folders, sha256
-from .target import Target, check_index, detect, locate_installed
+from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
 EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
@@ -84,18 +88,34 @@ class Report:
             "line": refusal.line,
         }
 
+    @contextlib.contextmanager
+    def changing(self, root: Path) -> Iterator[None]:
+        """If what is done here is refused, the report has the state that was reached instead of the files."""
+        try:
+            yield
+        except Refusal:
+            state = transaction.state_of(root)
+            self.data.update(state=state if state in ("clean", "applied") else "drifted", files=[])
+            raise
+
     def add(self, path: str, action: str) -> None:
         self.data["files"].append({"path": path, "action": action})
 
     def print(self, as_json: bool) -> None:
         data = self.data
+        lines = []
         if as_json:
-            print(json.dumps(data, indent=1))
+            lines = [json.dumps(data, indent=1)]
         elif data["files"] or not data["error"]:
-            for file in data["files"]:
-                print(f"{file['action']:12}  {file['path']}")
-            print(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                  f"in {data['target']}: {data['state']}")
+            lines = [f"{file['action']:12}  {file['path']}" for file in data["files"]]
+            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                         f"in {data['target']}: {data['state']}")
+        try:
+            for line in lines:
+                print(line, flush=True)
+        except OSError as error:  # the exit status still says what was done
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails again when it ends
+            print(f"note: the report could not be written ({error.strerror})", file=sys.stderr)
         for note in () if as_json else data["notes"]:
             print(f"note: {note}", file=sys.stderr)
         if data["error"] and not as_json:
@@ -106,11 +126,12 @@ def _waiting() -> None:
     print("Another run is at work on this target; waiting for it.", file=sys.stderr)
 
 
-def _half_applied(report: Report) -> None:
+def _half_applied(report: Report, state: str) -> None:
     report.data["state"] = "drifted"
+    what = "is between two states" if state == "changing" else "has what an apply prepares, and vLLM as it was,"
     raise Refusal(
         "half-applied",
-        f"{report.data['target']} is between two states because a run was interrupted; run again "
+        f"{report.data['target']} {what} because a run was interrupted; run again "
         "to complete it, or with --revert to take it off.",
     )
 
@@ -122,7 +143,7 @@ def _series_for(root: Path, target: Target) -> Series:
             "wrong-release",
             f"The release of {target.root} is unknown ({why}); fetch the tags or use a release.",
         )
-    return transaction.as_built(find_series(root, target.release), target.root)
+    return as_built(find_series(root, target.release), target.root)
 
 
 def _survey(
@@ -130,13 +151,16 @@ def _survey(
 ) -> None:
     """Report an applied tree file by file. Raises Refusal(edited-since-apply) unless all are in a `good` state."""
     first = None
-    for entry, state, found in transaction.survey(target.root):
-        if state in good:
+    for entry, state, found in survey(target):
+        # Without its original, what the wheel's RECORD should be after apply cannot be told.
+        needed = state == "after" or (state == "edited" and entry["action"] == "updated")
+        lost = original_lost(target.root, entry) if needed else None
+        if state in good and not lost:
             report.add(entry["path"], entry["action"])
             continue
-        report.add(entry["path"], "missing" if found is None else "edited")
+        report.add(entry["path"], "not-revertible" if lost else "missing" if found is None else "edited")
         if first is None:
-            first = transaction.edited(target.root, entry, state, found, root, series)
+            first = lost or edited(target.root, entry, state, found, root, series)
     if first:
         report.data["state"] = "drifted"
         raise first
@@ -180,13 +204,13 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
     state = transaction.state_of(target.root)
     if state in ("begun", "changing"):
         if mode != "apply":
-            _half_applied(report)
-        data["state"] = "drifted"
-        transaction.recover(target.root)
+            _half_applied(report, state)
+        with report.changing(target.root):
+            data["notes"] += transaction.recover(target)
         data["notes"].append("an interrupted run was undone first")
         state = "clean"
     if state == "applied":
-        record, _ = transaction.read_record(target.root)
+        record, _ = read_record(target.root)
         data["release"] = record["release"]
         series = None
         try:
@@ -195,8 +219,10 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
             if mode != "status":  # what is applied can be told without a series
                 raise
         _survey(report, root, target, series)
-        other = transaction.changed_since(root, series, record) if series else None
+        other = changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:
+            if series:
+                _check_relied_on(report, target, series)
             if mode != "status":
                 data["notes"].append("already applied; nothing to do")
             return
@@ -212,13 +238,14 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
     series = _series_for(root, target)
     check_index(target, series)
     try:
-        plan = transaction.build_plan(root, target, series)
+        plan = build_plan(root, target, series)
     except Refusal as refusal:
         if refusal.code != "bad-series":
             data["state"] = "drifted"
         raise
+    _check_relied_on(report, target, series)
     if mode == "check":
-        transaction.check_writable(target.root, [change.real for change in plan.changes])
+        check_writable([change.real for change in plan.changes])
     data["state"] = "clean"
     if mode != "status" and (note := _stale_library(root)):
         data["notes"].append(note)
@@ -228,10 +255,19 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         "status": {"patched": "pristine", "added": "absent", "updated": "pristine"},
     }[mode]
     if mode == "apply":
-        transaction.apply(plan)
+        with report.changing(target.root):
+            transaction.apply(plan)
         data["state"] = "applied"
     for change in plan.changes:
         report.add(change.path, verbs.get(change.action, change.action))
+
+
+def _check_relied_on(report: Report, target: Target, series: Series) -> None:
+    try:
+        check_relied_on(target, series)
+    except Refusal:
+        report.data["state"] = "drifted"
+        raise
 
 
 def _stale_library(root: Path) -> str | None:
@@ -253,7 +289,7 @@ def _refuse_remains(root: Path, target: Target) -> None:
         series = _series_for(root, target)
         for _, diff in series.pairs():
             with contextlib.suppress(OSError, Mismatch):
-                if sha256(diff.undo((target.root / diff.path).read_bytes())) == series.files[diff.path]:
+                if sha256(diff.undo(read(target.root / diff.path))) == series.files[diff.path]:
                     patched.append(diff.path)
     if patched:
         raise Refusal(
@@ -273,21 +309,17 @@ def _revert(root: Path, report: Report, target: Target) -> None:
         data["notes"].append("nothing is applied; nothing to do")
         return
     if state in ("begun", "changing"):
-        data["state"] = "drifted"
-        transaction.recover(target.root)
+        with report.changing(target.root):
+            data["notes"] += transaction.recover(target)
         data["notes"].append("an interrupted run was undone")
     else:
         try:
             series = _series_for(root, target)
         except Refusal:
             series = None  # only helps to name a line; the record suffices to revert
-        _survey(report, root, target, series, ("after", "before"))
-        try:
-            transaction.revert(target.root)
-        except Refusal as refusal:
-            if refusal.code == "half-applied":
-                data.update(state="drifted", files=[])
-            raise
+        _survey(report, root, target, series, ("after", "before", "replaced"))
+        with report.changing(target.root):
+            data["notes"] += transaction.revert(target)
         for file in data["files"]:
             file["action"] = "removed" if file["action"] == "added" else "restored"
     data["state"] = "clean"

@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from .errors import Refusal
 from .series import Series
 
@@ -130,6 +127,9 @@ def _download(release: str, folder: Path) -> Path:
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[..., None]]:
     """A bar on standard error where that is a terminal, else one line."""
+    from rich.console import Console  # a quarter of a second that only a download should cost
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"Downloading {name}", file=sys.stderr)
@@ -145,10 +145,10 @@ def _progress(name: str) -> Iterator[Callable[..., None]]:
         yield report
 
 
-def archive(series: Series, release: str) -> Path:
+def archive(series: Series, release: str, *, download: bool = True) -> Path:
     """The source archive of `release` in the cache, downloaded if it is not there.
 
-    Raises Refusal: download-failed, archive-mismatch.
+    Raises Refusal: download-failed (also if it is not there and not to be downloaded), archive-mismatch.
     """
     pin = series.sdists[release]
     folder = cache_dir() / "sdist"
@@ -157,6 +157,8 @@ def archive(series: Series, release: str) -> Path:
     with _locked(folder):
         if place.is_file() and _file_sha256(place) == pin:
             return place
+        if not download:
+            raise Refusal("download-failed", f"The source archive of vLLM {release} is not in {folder}.")
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             fetched = _download(release, Path(temporary))
             found = _file_sha256(fetched)
@@ -208,7 +210,7 @@ def _refuse_used(target: Path) -> None:
 def fetch(series: Series, release: str, target: Path) -> None:
     """Unpack the pinned source of `release` so that `target` is its tree.
 
-    Raises Refusal: fetch-target-not-empty, download-failed, archive-mismatch, not-writable.
+    Raises Refusal: fetch-target-not-empty, file-in-the-way, download-failed, archive-mismatch, not-writable.
     """
     target = target.absolute()
     _refuse_used(target)
@@ -221,14 +223,21 @@ def fetch(series: Series, release: str, target: Path) -> None:
         raise Refusal("not-writable", f"{above} is not writable; run as its owner.", path=str(above))
     source = archive(series, release)
     # Unpacked beside its place and renamed, so that TARGET is never there in part. The name is
-    # fixed so that a killed run's leftovers are found and removed by the next.
+    # fixed so that a killed run's leftovers are found and removed by the next, which knows them by the mark.
     temporary = target.parent / f".{target.name}.fetching"
+    mark = temporary / "made-by-vllm-dsv4-overlay"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent):
             _refuse_used(target)  # by another run meanwhile
-            shutil.rmtree(temporary, ignore_errors=True)
+            if mark.is_file() and not temporary.is_symlink():
+                shutil.rmtree(temporary)
+            if os.path.lexists(temporary):
+                what = f"{temporary} is not from this tool, which needs that name; move it away."
+                raise Refusal("file-in-the-way", what, path=str(temporary))
+            temporary.mkdir()
             try:
+                mark.touch()
                 _unpack(source, temporary)
                 os.rename(temporary / f"vllm-{release}", target)
             finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import datetime
 import difflib
 import os
 import re
@@ -11,6 +12,8 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import tomlkit
 
 from . import fetch
 from .errors import Refusal
@@ -79,54 +82,11 @@ def _pristine(series: Series, folder: Path | None) -> dict[str, bytes]:
 def unified(path: str, before: bytes, after: bytes) -> bytes:
     """The diff of one file, or nothing if both are the same.
 
-    Made here and not by git, whose output depends on its version and on the user's configuration.
+    Not by git, whose output depends on its version and on the user's configuration.
     """
-    old, new = split_lines(before), split_lines(after)
-    # difflib looks for long common runs first; without the common ends it finds smaller diffs.
-    start = 0
-    while start < min(len(old), len(new)) and old[start] == new[start]:
-        start += 1
-    end = 0
-    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
-        end += 1
-    matcher = difflib.SequenceMatcher(
-        None, old[start : len(old) - end], new[start : len(new) - end], autojunk=False
-    )
-    codes = [(tag, a + start, b + start, c + start, d + start)
-             for tag, a, b, c, d in matcher.get_opcodes()]
-    if start:
-        codes.insert(0, ("equal", 0, start, 0, start))
-    if end:
-        codes.append(("equal", len(old) - end, len(old), len(new) - end, len(new)))
-    matcher.opcodes = codes  # get_grouped_opcodes() takes them from here
-
-    def span(first: int, last: int) -> str:
-        length = last - first
-        begin = first + 1 if length else first
-        return str(begin) if length == 1 else f"{begin},{length}"
-
-    out: list[str] = []
-
-    def lines(sign: str, chunk: list[str]) -> None:
-        for line in chunk:
-            out.append(sign + line)
-            if not line.endswith("\n"):
-                out.append("\n\\ No newline at end of file\n")
-
-    for group in matcher.get_grouped_opcodes(CONTEXT):
-        if all(code[0] == "equal" for code in group):
-            continue
-        if not out:
-            out.append(f"--- a/{path}\n+++ b/{path}\n")
-        first, last = group[0], group[-1]
-        out.append(f"@@ -{span(first[1], last[2])} +{span(first[3], last[4])} @@\n")
-        for tag, a, b, c, d in group:
-            if tag == "equal":
-                lines(" ", old[a:b])
-                continue
-            lines("-", old[a:b])
-            lines("+", new[c:d])
-    return "".join(out).encode("latin-1")
+    out = difflib.unified_diff(split_lines(before), split_lines(after), f"a/{path}", f"b/{path}", n=CONTEXT)
+    marked = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in out)
+    return "".join(marked).encode("latin-1")
 
 
 def export_patch(patch: Patch, pristine: dict[str, bytes], edited: dict[str, bytes]) -> bytes:
@@ -149,40 +109,62 @@ def export_patch(patch: Patch, pristine: dict[str, bytes], edited: dict[str, byt
 
 
 def release_toml(
-    text: str, files: dict[str, str], moved: dict[str, dict[str, str]] | None = None
+    text: str,
+    files: dict[str, str],
+    relied_on: dict[str, str],
+    moved: dict[str, dict[str, str]] | None = None,
 ) -> str:
-    """`text` with the lines of its [files] table replaced, and with `moved` of [also.RELEASE.files].
+    """`text` with what its tables [files] and [relied_on] pin replaced, and with `moved` in [also.RELEASE.files].
 
     All else, comments included, is as it is.
     """
-    tables = {"[files]": files}
-    tables |= {f'[also."{release}".files]': pins for release, pins in (moved or {}).items()}
-    for header, pins in tables.items():
-        body = "".join(f'"{path}" = "{pins[path]}"\n' for path in sorted(pins))
-        start = re.search(rf"^{re.escape(header)}\n(\".*\n)*", text, re.MULTILINE)
-        if start:
-            text = f"{text[:start.start()]}{header}\n{body}{text[start.end():]}"
+    toml = tomlkit.parse(text)
+    tables = [(toml, "files", files), (toml, "relied_on", relied_on)]
+    tables += [(toml["also"][release], "files", pins) for release, pins in (moved or {}).items()]
+    for parent, name, pins in tables:
+        if name in parent:
+            after = _cut_end(parent[name])
         elif pins:
-            text += f"\n{header}\n{body}"
-    return text
+            after = _cut_end(parent)
+            parent.add(tomlkit.nl())
+            parent.add(name, tomlkit.table())
+        else:
+            continue
+        parent[name].clear()
+        for path in sorted(pins):
+            parent[name].add(path, pins[path])
+        for item in after:
+            parent[name].add(item)
+    return tomlkit.dumps(toml)
 
 
-def served_sources(series: Series, touched: dict[str, bytes]) -> dict[str, dict[str, bytes]]:
-    """The touched files in each other release that `series` serves, and in rebuilt wheels of this one.
+def _cut_end(table: tomlkit.items.Table) -> list[tomlkit.items.Item]:
+    """Cut off the blank lines and comments at the end of `table`, which are about what comes next."""
+    body = table.value.body
+    end = len(body)
+    while end and body[end - 1][0] is None:
+        end -= 1
+    items = [item for _, item in body[end:] if item.as_string()]
+    del body[end:]
+    return items
 
-    `touched` are this release's. Raises Refusal(bad-series) if a wheel's changes do not fit them.
+
+def served_sources(series: Series, pinned: dict[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """The pinned files in each other release that `series` serves, and in rebuilt wheels of this one.
+
+    `pinned` are this release's. Raises Refusal(bad-series) if a wheel's changes do not fit them.
     """
     found = {}
     for build, changes in series.rebuilt.items():
         try:
-            found[build] = touched | {diff.path: diff.apply(touched[diff.path]) for diff in changes.diffs}
+            found[build] = pinned | {diff.path: diff.apply(pinned[diff.path]) for diff in changes.diffs}
         except (KeyError, Mismatch):
             raise Refusal(
-                "bad-series", f"{series.folder / changes.name} does not fit the touched files of {series.release}."
+                "bad-series", f"{series.folder / changes.name} does not fit the pinned files of {series.release}."
             ) from None
     for release in sorted(series.sdists.keys() - {series.release}):
         source = pristine_from_archive(fetch.archive(series, release))
-        found[release] = {path: source[path] for path in touched if path in source}
+        found[release] = {path: source[path] for path in pinned if path in source}
     return found
 
 
@@ -243,9 +225,15 @@ def export(
         )
     pins = series.folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in owner if pristine[path] != edited[path]}
-    touched = {path: pristine[path] for path in hashes}
-    moved = moved_files(pristine, served_sources(series, touched)) if served else None
-    out[pins] = release_toml(pins.read_text("utf-8"), hashes, moved).encode()
+    relied_on = {}
+    for path in series.relied_on.keys() - hashes.keys():
+        if path not in pristine:
+            what = f"{pins}: vLLM {series.release} has no {path}; remove it from [relied_on]."
+            raise Refusal("bad-series", what, path=path)
+        relied_on[path] = sha256(pristine[path])
+    pinned = {path: pristine[path] for path in hashes | relied_on}
+    moved = moved_files(pristine, served_sources(series, pinned)) if served else None
+    out[pins] = release_toml(pins.read_text("utf-8"), hashes, relied_on, moved).encode()
     return out, notes
 
 
@@ -385,6 +373,13 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     return problems
 
 
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text  # not 20260131, which later Pythons take
+    except ValueError:
+        return False
+
+
 def upstream_sign(patch: Patch, pristine: dict[str, bytes]) -> str | None:
     """The first path:line that matches the Upstream-Sign of `patch`: what it does is already there.
 
@@ -426,7 +421,7 @@ def check(
             if not patch.fields.get(name, "").strip():
                 problems.append(f"{patch.name}: the field {name} is missing or empty")
         date = patch.fields.get("Last-Update", "").strip()
-        if date and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
+        if date and not _is_date(date):
             problems.append(f"{patch.name}: Last-Update is not a date like 2026-01-31")
         try:
             if signed := upstream_sign(patch, pristine):
@@ -465,10 +460,16 @@ def check(
             problems.append(f"{patch.name} is not what export-series.sh writes; run it")
     pins = folder / "release.toml"
     hashes = {path: sha256(pristine[path]) for path in edited}
-    others = served_sources(series, {path: pristine[path] for path in edited}) if served else {}
+    relied_on = {path: sha256(pristine[path]) for path in series.relied_on if path in pristine}
+    for path, pin in series.relied_on.items():
+        if path not in pristine:
+            problems.append(f"release.toml: vLLM {series.release} has no {path}; remove it from [relied_on]")
+        elif pin != relied_on[path]:
+            problems.append(f"release.toml: [relied_on] has another sha256 for {path}")
+    others = served_sources(series, {path: pristine[path] for path in hashes | relied_on}) if served else {}
     moved = moved_files(pristine, others)
-    if release_toml(pins.read_text("utf-8"), hashes, moved) != pins.read_text("utf-8"):
-        problems.append("release.toml: [files] is not what export-series.sh writes; run it")
+    if release_toml(pins.read_text("utf-8"), hashes, relied_on, moved) != pins.read_text("utf-8"):
+        problems.append("release.toml: a pin of a file is not what export-series.sh writes; run it")
     added = [(patch.name, patch.added) for patch in series.patches]
     total = sum(count for _, count in added)
     if total > MAX_ADDED_LINES:
@@ -481,6 +482,8 @@ def check(
     except (SyntaxError, ValueError) as error:
         problems.append(f"{error.filename}: invalid Python: {error.msg}, line {error.lineno}")
     for release, sources in others.items():
+        problems += [f"for vLLM {release}, {path} in [relied_on]: there is no such file"
+                     for path in relied_on if path not in sources]
         for patch in series.of(release).patches:
             for diff in patch.diffs:
                 where = f"{patch.name} for vLLM {release}, {diff.path}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import re
+import functools
 import sys
 import tarfile
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -17,9 +18,11 @@ from packaging.version import InvalidVersion, Version
 from . import fetch
 from .errors import Refusal
 from .maintain import pristine_from_archive, pristine_from_folder, upstream_sign
+from .names import missing_imports, missing_overrides
 from .series import (
     FileDiff,
     Hunk,
+    Mismatch,
     Patch,
     Series,
     find_series,
@@ -31,6 +34,7 @@ from .series import (
     split_lines,
 )
 
+RELIED_ON = "relied on"  # the seam of files that are not patched
 SPREAD = 10  # lines that a changed place may have more than the hunk has
 
 
@@ -77,18 +81,37 @@ def _moved_file(hunk: Hunk, pristine: dict[str, bytes]) -> list[str]:
             for at in places(hunk, split_lines(data))]  # fmt: skip
 
 
-def check_patch(patch: Patch, pristine: dict[str, bytes]) -> list[Finding]:
-    """Look for the hunks of one patch of the base's series in the files of another release."""
+def check_patch(patch: Patch, pins: dict[str, str], pristine: dict[str, bytes]) -> list[Finding]:
+    """Look for the hunks of one patch of the base, whose files have the sha256 `pins`, in another release's."""
     if signed := upstream_sign(patch, pristine):
         return [Finding("upstream", signed, patch.name, fits=False)]
-    return [check_hunk(patch, diff, hunk, pristine) for diff in patch.diffs for hunk in diff.hunks]
+    return [finding for diff in patch.diffs for finding in check_diff(patch, diff, pins.get(diff.path), pristine)]
+
+
+def check_diff(patch: Patch, diff: FileDiff, pin: str | None, pristine: dict[str, bytes]) -> list[Finding]:
+    # As apply and check-series have it: in the pinned file a hunk goes to its line, else to the one place it fits.
+    data = pristine.get(diff.path, b"")
+    diff = replace(diff, moved=diff.moved or sha256(data) != pin)
+    found = [check_hunk(patch, diff, hunk, pristine) for hunk in diff.hunks]
+    if all(finding.fits for finding in found):
+        try:
+            after = diff.apply(data)
+            if diff.path.endswith(".py"):
+                ast.parse(after)
+        except Mismatch as mismatch:
+            what = f"{diff.path}:{mismatch.line}: its hunks are no longer in this order"
+            found.append(Finding("changed", what, patch.name, fits=False))
+        except (SyntaxError, ValueError) as error:
+            what = f"{diff.path}: with the patch invalid Python: {error}"
+            found.append(Finding("changed", what, patch.name, fits=False))
+    return found
 
 
 def check_hunk(patch: Patch, diff: FileDiff, hunk: Hunk, pristine: dict[str, bytes]) -> Finding:
     here = f"{diff.path}:{hunk.start + 1}"
     lines = split_lines(pristine.get(diff.path, b""))
     found = places(hunk, lines)
-    if found == [hunk.start]:
+    if hunk.start in found and (not diff.moved or len(found) == 1):
         return Finding("applies", here, patch.name)
     if len(found) == 1:
         return Finding("moved", f"{here} to line {found[0] + 1}", patch.name)
@@ -112,46 +135,48 @@ def check_hunk(patch: Patch, diff: FileDiff, hunk: Hunk, pristine: dict[str, byt
     return Finding("changed", f"{here}, nearest {path}:{start + 1}", patch.name, fits=False, lines=lines)
 
 
-def _defines(source: bytes, name: str) -> bool:
-    """Whether a module has `name` after it is run, as far as its text tells."""
-    word = rf"\b{re.escape(name)}\b"
-    return bool(re.search(rf"^\s*((class |def |async def )?{word}\s*[:=(,]|[^#\n]*import\b.*{word})",
-                          source.decode("latin-1"), re.MULTILINE))  # fmt: skip
+def check_overlay(
+    path: str, pristine: dict[str, bytes], ours: dict[str, bytes], of_base: Callable[[], dict[str, bytes] | None]
+) -> list[Finding]:
+    """One finding for each name that an overlay file needs of vLLM and that is not there; one if all are.
 
-
-def check_imports(path: str, source: bytes, pristine: dict[str, bytes], ours: set[str]) -> list[Finding]:
-    """One finding for each name that an overlay file imports from vLLM and that is not there; one if all are."""
-    missing = []
-    imports = False
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.ImportFrom) or node.level or not (node.module or "").startswith("vllm"):
-            continue
-        base = node.module.replace(".", "/")
-        module = pristine.get(base + ".py") or pristine.get(base + "/__init__.py")
-        for alias in node.names:
-            inside = f"{base}/{alias.name}"
-            candidates = {base + ".py", base + "/__init__.py", inside + ".py", inside + "/__init__.py"}
-            if candidates & ours:
-                continue
-            imports = True
-            if {inside + ".py", inside + "/__init__.py"} & pristine.keys():
-                continue
-            if module is None or not _defines(module, alias.name):
-                what = f"from {node.module} import {alias.name}"
-                where = f"{path}:{node.lineno}"
-                missing.append(Finding("changed", where, "overlay", fits=False, lines=["- " + what]))
-    found = [Finding("applies", f"{path}: what it imports from vLLM", "overlay")] if imports else []
-    return missing or found
-
-
-def check_release(root: Path, base: Series, pristine: dict[str, bytes]) -> list[Finding]:
-    """What became of every seam of `base` in the vLLM whose files are `pristine`."""
-    found = [finding for patch in base.patches for finding in check_patch(patch, pristine)]
-    overlay = load_overlay(root, base)
-    for path, file in sorted(overlay.items()):
-        if path.endswith(".py"):
-            found += check_imports(path, file.data, pristine, set(overlay))
+    `of_base` gives the files of the release that the overlay serves, if they can be had: what a function imports
+    that they lack too, it imports on other releases only.
+    """
+    found = []
+    for what, missing_names in (("imports from", missing_imports), ("overrides in", missing_overrides)):
+        count, missing = missing_names(path, pristine, ours)
+        if any(need.later for need in missing) and (files := of_base()) is not None:
+            elsewhere = missing_names(path, files, ours)[1]
+            missing = [need for need in missing if not (need.later and need in elsewhere)]
+        found += [Finding("changed", f"{path}:{need.line}", "overlay", fits=False, lines=[f"- {need.what}"])
+                  for need in missing]  # fmt: skip
+        if count and not missing:
+            found.append(Finding("applies", f"{path}: what it {what} vLLM", "overlay"))
     return found
+
+
+def check_relied_on(pins: dict[str, str], pristine: dict[str, bytes]) -> list[Finding]:
+    """One finding for each file that the overlay calls and does not patch."""
+    found = []
+    for path, pin in sorted(pins.items()):
+        if path in pristine and sha256(pristine[path]) == pin:
+            found.append(Finding("applies", path, RELIED_ON))
+        else:
+            what = "other bytes; read them" if path in pristine else "there is no such file"
+            found.append(Finding("changed", f"{path}: {what}", RELIED_ON, fits=False))
+    return found
+
+
+def check_release(
+    root: Path, base: Series, pristine: dict[str, bytes], of_base: Callable[[], dict[str, bytes] | None]
+) -> list[Finding]:
+    """What became of every seam of `base`, whose files `of_base` gives, in the vLLM whose files are `pristine`."""
+    found = [finding for patch in base.patches for finding in check_patch(patch, base.files, pristine)]
+    ours = {path: file.data for path, file in load_overlay(root, base).items() if path.endswith(".py")}
+    for path in sorted(ours):
+        found += check_overlay(path, pristine, ours, of_base)
+    return found + check_relied_on(base.relied_on, pristine)
 
 
 def nearest_series(root: Path, release: str) -> Series:
@@ -180,6 +205,7 @@ def check_release_main(argv: list[str], root: Path) -> int:
     try:
         args.release = str(Version(args.release))
         base = find_series(root, args.base) if args.base else nearest_series(root, args.release)
+        base = load_series(base.folder).of(args.release)
         if args.pristine:
             pristine, origin = pristine_from_folder(args.pristine), str(args.pristine)
         else:
@@ -194,7 +220,17 @@ def check_release_main(argv: list[str], root: Path) -> int:
     except (tarfile.TarError, zlib.error, EOFError):
         print(f"error: archive-mismatch: {archive} is damaged; remove it and run again.", file=sys.stderr)
         return 2
-    findings = check_release(root, base, pristine)
+
+    @functools.cache
+    def of_base() -> dict[str, bytes] | None:
+        if args.release == base.release:
+            return pristine
+        try:
+            return pristine_from_archive(fetch.archive(base, base.release, download=not args.pristine))
+        except Refusal:
+            return None
+
+    findings = check_release(root, base, pristine, of_base)
     print(f"vLLM {args.release} ({origin}) against the series of {base.release}")
     for finding in findings:
         print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")
@@ -202,7 +238,12 @@ def check_release_main(argv: list[str], root: Path) -> int:
             print(f"              {line}")
     count = {verdict: sum(f.verdict == verdict for f in findings)
              for verdict in ("applies", "moved", "changed", "upstream")}
-    fits = all(finding.fits for finding in findings)
-    print(", ".join(f"{number} {verdict}" for verdict, number in count.items()), end=": ")
-    print("the series fits; name the release in `serves`." if fits else "a port is needed; docs/porting.md.")
-    return 0 if fits else 1
+    misfits = [finding for finding in findings if not finding.fits]
+    if not misfits:
+        so = "the series fits" + ("." if args.release in base.sdists else "; name the release in `serves`.")
+    elif all(finding.seam == RELIED_ON for finding in misfits):
+        so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
+    else:
+        so = "a port is needed; docs/porting.md."
+    print(", ".join(f"{number} {verdict}" for verdict, number in count.items()) + f": {so}")
+    return 1 if misfits else 0

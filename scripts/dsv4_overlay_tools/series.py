@@ -217,8 +217,9 @@ class Series:
     git_commit: str
     sdists: dict[str, str]  # release -> sha256 of its source archive; this release and `serves`
     files: dict[str, str]  # touched vLLM file -> sha256 before the series
+    relied_on: dict[str, str] = field(default_factory=dict)  # vLLM file that the overlay calls -> sha256
     patches: list[Patch] = field(default_factory=list)
-    # release in `serves`, or rebuilt wheel -> touched file whose bytes are others there -> its sha256
+    # release in `serves`, or rebuilt wheel -> pinned file whose bytes are others there -> its sha256
     moved: dict[str, dict[str, str]] = field(default_factory=dict)
     # rebuilt wheel of this release, as release-build -> its changes to the archive's touched files
     rebuilt: dict[str, Patch] = field(default_factory=dict)
@@ -230,7 +231,9 @@ class Series:
             replace(patch, diffs=[replace(diff, moved=diff.path in moved) for diff in patch.diffs])
             for patch in self.patches
         ]
-        return replace(self, files=self.files | moved, patches=patches)
+        files, relied_on = ({path: moved.get(path, pin) for path, pin in pins.items()}
+                            for pins in (self.files, self.relied_on))
+        return replace(self, files=files, relied_on=relied_on, patches=patches)
 
     def pairs(self) -> list[tuple[Patch, FileDiff]]:
         """Each touched file's diff with its patch. Raises Refusal(bad-series) unless every file
@@ -288,6 +291,7 @@ def load_series(folder: Path) -> Series:
             git_commit=toml["git_commit"],
             sdists=sdists,
             files=dict(toml.get("files", {})),
+            relied_on=dict(toml.get("relied_on", {})),
             moved=moved,
             rebuilt=rebuilt,
         )
@@ -295,8 +299,11 @@ def load_series(folder: Path) -> Series:
         raise _bad(str(error.filename), f"cannot be read ({error.strerror})") from None
     except (TOMLKitError, UnicodeDecodeError) as error:
         raise _bad(str(pins), f"is not TOML ({error})") from None
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise _bad(str(pins), f"lacks or misuses the key {error}") from None
+    for path in series.relied_on:
+        if check_path(str(pins), path) in series.files:
+            raise _bad(str(pins), f"{path} is in [files], so it cannot be in [relied_on] too")
     if series.release != folder.name:
         raise _bad(str(pins), f"release is {series.release} but the folder is {folder.name}")
     for name in order(folder):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import csv
+import hashlib
 import json
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
 from pathlib import Path
@@ -15,7 +20,8 @@ from urllib.parse import unquote, urlsplit
 from packaging.version import InvalidVersion, Version
 
 from .errors import Refusal
-from .series import Series
+from .files import read
+from .series import STATE_DIR, Series, sha256
 
 if TYPE_CHECKING:
     from git import Repo
@@ -63,7 +69,7 @@ def _metadata_release(path: Path) -> str | None:
 def _carried_commit(root: Path) -> str | None:
     """The (short) commit that a released archive or wheel names in vllm/_version.py."""
     try:
-        text = (root / "vllm/_version.py").read_text("utf-8", "replace")
+        text = read(root / "vllm/_version.py").decode("utf-8", "replace")
     except OSError:
         return None
     match = re.search(r"^__commit_id__ = commit_id = 'g?([0-9a-f]+)'", text, re.MULTILINE)
@@ -234,3 +240,52 @@ def check_index(target: Target, series: Series) -> None:
                     "'git reset --hard' or check out one release.",
                     path=path,
                 )
+
+
+def check_relied_on(target: Target, series: Series) -> None:
+    """Raise Refusal(source-changed) if a file that the overlay calls, and does not patch, is not as pinned."""
+    for path, pin in series.relied_on.items():
+        found = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = sha256(read(target.root / path))
+        if found != pin:
+            raise Refusal(
+                "source-changed",
+                f"{path}, on which the overlay relies, is not the one of vLLM {target.release}; restore it in "
+                f"{target.root} or use a pristine vLLM.",
+                path=path,
+            )
+
+
+def as_installed(target: Target, release: str) -> Callable[[str, bytes | None], bool]:
+    """A function that tells whether a file (None: that there is none) is what was installed here after `release`.
+
+    That is, what a wheel's own RECORD says, or what git has in HEAD if that is another release by now. Of an
+    unpacked archive nothing can be told. Only the path of a file that vLLM itself has may be asked for.
+    """
+    if target.kind == "git" and target.release not in (None, release):
+        tree = open_git(target.root).head.commit.tree
+
+        def committed(path: str, data: bytes | None) -> bool:
+            try:
+                return tree[path].data_stream.read() == data
+            except KeyError:
+                return data is None
+
+        return committed
+    listing = f"{target.dist_info}/RECORD"
+    try:
+        text = read(target.root / listing).decode("utf-8", "surrogateescape")
+    except OSError:
+        return lambda path, data: False
+    digests = {row[0]: row[1] for row in csv.reader(text.splitlines()) if len(row) == 3}
+
+    def listed(path: str, data: bytes | None) -> bool:
+        if data is None:
+            return path not in digests
+        if path == listing:  # it has no digest of itself; rows of ours are there only from apply to revert
+            return not any(name.startswith(STATE_DIR + "/") for name in digests)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        return digests.get(path) == "sha256=" + digest
+
+    return listed

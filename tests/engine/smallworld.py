@@ -32,6 +32,7 @@ PRISTINE = {
     "vllm/tool.sh": b"#!/bin/sh\necho one\n",
     "vllm/sub/__init__.py": b"",
     "vllm/sub/untouched.py": b"value = 'as released'\n",
+    "vllm/sub/relied.py": b"def called():\n    return 'as released'\n",
 }
 EDITED = {
     "vllm/config.py": PRISTINE["vllm/config.py"]
@@ -55,6 +56,7 @@ OVERLAY = {
     "common/vllm/dsv4/table.json": b"{}\n",
     f"{RELEASE}/vllm/sub/glue.py": b"glue = 1\n",
 }
+RELIED_ON = ["vllm/sub/relied.py"]
 MODES = {"vllm/tool.sh": 0o755, "vllm/odd.py": 0o640}
 
 
@@ -105,6 +107,8 @@ def make_repo(root, patches=None, overlay=None, pristine=None, edited=None, rele
         f'git_commit_source = "made up"\nsdist_sha256 = "{"0" * 64}"\nserves = ["0.9.9"]\n\n'
         f'[also."0.9.9"]\nsdist_sha256 = "{"1" * 64}"\n\n[files]\n'
         + "".join(f'"{path}" = "{sha256(pristine[path])}"\n' for path in touched)
+        + "\n# of what the overlay calls\n[relied_on]\n"
+        + "".join(f'"{path}" = "{sha256(pristine[path])}"\n' for path in RELIED_ON if path in pristine)
     )
     write(root / "overlay", OVERLAY if overlay is None else overlay)
     (root / "VERSION").write_text("0.1.0\n")

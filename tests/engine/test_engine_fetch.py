@@ -162,6 +162,21 @@ def test_killed_while_unpacking(engine, index, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if "fetching" in path.name]
 
 
+def test_a_folder_of_somebody_else_where_it_unpacks(engine, index, tmp_path):
+    index(make_archive())
+    for name, place in (("one", tmp_path / ".one.fetching"), ("two", tmp_path / "elsewhere")):
+        place.mkdir()
+        if place.name == "elsewhere":
+            (place / "made-by-vllm-dsv4-overlay").touch()
+            (tmp_path / ".two.fetching").symlink_to(place)
+        (place / "mine").write_text("mine")
+        before = snapshot(tmp_path)
+        error = engine.refused("file-in-the-way", "--fetch", RELEASE, tmp_path / name)
+        assert error["path"] == str(tmp_path / f".{name}.fetching") and "move it away" in error["message"]
+        assert {path: found for path, found in snapshot(tmp_path).items() if not path.startswith("cache")} == {
+            path: found for path, found in before.items() if not path.startswith("cache")}  # fmt: skip
+
+
 def test_pip_configuration_is_read(tmp_path, monkeypatch):
     config = tmp_path / "pip.conf"
     config.write_text(

@@ -1,10 +1,13 @@
 """support-matrix.sh: the README's table of releases."""
 
 import json
+import sys
 
 import pytest
-from dsv4_overlay_tools.matrix import END, START, matrix_main
-from smallworld import RELEASE, make_repo
+from smallworld import RELEASE, ROOT, make_repo
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from support_matrix import END, START, main  # noqa: E402
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def add_result(repo, name, **changes):
 
 
 def test_rows_of_every_release_served(repo):
-    assert matrix_main([], repo) == 0
+    assert main([], repo) == 0
     text = (repo / "README.md").read_text()
     assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
     assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in text
@@ -40,9 +43,9 @@ def test_stale_with_every_new_fact(repo, capsys):
     ):
         change()
         before = (repo / "README.md").read_bytes()
-        assert matrix_main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
+        assert main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
         assert (repo / "README.md").read_bytes() == before
-        assert matrix_main([], repo) == 0 and matrix_main(["--check"], repo) == 0
+        assert main([], repo) == 0 and main(["--check"], repo) == 0
     bars = {"accuracy_e2e_a": "1 of 1 bars", "accuracy_e2e_b": "1 of 2 bars, 1 not run"}
     ran = bars | {"features_c": "1 of 2 steps"}
     links = (f"[{words}](benchmarks/results/{name}.json) on H200" for name, words in ran.items())
@@ -50,13 +53,13 @@ def test_stale_with_every_new_fact(repo, capsys):
 
 
 def test_results_that_are_no_evidence(repo):
-    assert matrix_main([], repo) == 0
+    assert main([], repo) == 0
     (repo / "benchmarks/results/list.json").write_text("[]")
     add_result(repo, "scales")
     add_result(repo, "accuracy_e2e_stock", machine={"gpus": ["NVIDIA H200"], "overlay": None})
     for gpu, release in (("B200", RELEASE), ("H200", "0.1.0")):
         add_result(repo, f"accuracy_e2e_{gpu}", machine={"gpus": [gpu], "overlay": {"release": release}})
-    assert matrix_main(["--check"], repo) == 0
+    assert main(["--check"], repo) == 0
 
 
 @pytest.mark.parametrize("what", ["markers", "gpus"])
@@ -66,5 +69,5 @@ def test_what_is_missing_is_named(repo, capsys, what):
     else:
         pins = repo / f"patches/{RELEASE}/release.toml"
         pins.write_text(pins.read_text().partition("[gpus]")[0])
-    assert matrix_main([], repo) == 1
+    assert main([], repo) == 1
     assert {"markers": "lacks the lines", "gpus": "lacks 'gpus'"}[what] in capsys.readouterr().err

@@ -1,10 +1,11 @@
 """check-release.sh: what became of each seam in a release that has no series."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from dsv4_overlay_tools import porting
-from smallworld import OVERLAY, PRISTINE, RELEASE, make_repo, write
+from smallworld import EDITED, OVERLAY, PRISTINE, RELEASE, make_repo, sha256, write
 
 CONFIG = PRISTINE["vllm/config.py"]
 
@@ -28,7 +29,7 @@ def seams(out, path):
 
 def test_the_release_itself(ask):
     status, out = ask(PRISTINE)
-    assert status == 0 and "7 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
+    assert status == 0 and "8 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
 
 
 def test_moved_lines_still_fit(ask):
@@ -61,6 +62,28 @@ def test_lines_in_several_places(ask):
     assert status == 1 and "vllm/config.py:2: its lines are in 2 places" in out
 
 
+def test_lines_in_several_places_of_the_pinned_file(ask):
+    """There the hunk goes to its own line, so that they are elsewhere too is no matter."""
+    pristine = PRISTINE | {"vllm/config.py": b"same = 1\n" * 9}
+    edited = EDITED | {"vllm/config.py": b"same = 1\n" * 4 + b"other = 1\n" + b"same = 1\n" * 4}
+    shutil.rmtree(ask.repo)
+    make_repo(ask.repo, pristine=pristine, edited=edited)
+    status, out = ask(pristine)
+    assert status == 0 and "applies   config.patch: vllm/config.py:3\n" in out
+    assert ask(pristine | {"vllm/config.py": b"new = 1\n" + pristine["vllm/config.py"]})[0] == 1
+
+
+def test_hunks_in_another_order(ask):
+    parts = CONFIG.partition(b"line20 = 20\n")
+    status, out = ask(PRISTINE | {"vllm/config.py": b"".join(reversed(parts))})
+    assert status == 1 and "its hunks are no longer in this order" in out
+
+
+def test_a_place_where_the_patch_is_no_python(ask):
+    status, out = ask(PRISTINE | {"vllm/config.py": b"if 1:\n    x\n  y\n" + CONFIG})
+    assert status == 1 and "vllm/config.py: with the patch invalid Python" in out
+
+
 @pytest.mark.parametrize("where", ["vllm/config.py", "vllm/sub/elsewhere.py"])
 def test_already_upstream(ask, where):
     patch = ask.repo / f"patches/{RELEASE}/config.patch"
@@ -77,6 +100,15 @@ def test_already_upstream(ask, where):
         ("from vllm.sub import untouched\nfrom vllm.dsv4.deep import inner\nimport os\n", None),
         ("def f():\n    from vllm.sub.untouched import gone\n", "from vllm.sub.untouched import gone"),
         ("from vllm.sub.gone import value\n", "from vllm.sub.gone import value"),
+        ("import vllm.sub.untouched, vllm.dsv4.deep\n", None),
+        ("import vllm.sub.gone as gone\n", "import vllm.sub.gone"),
+        ("def f():\n    import vllm.gone.module\n", "import vllm.gone.module"),
+        ("from ..sub import untouched\n", None),
+        ("from ..sub.untouched import gone\n", "from vllm.sub.untouched import gone"),
+        ("HERE = 'vllm.sub.untouched', 'vllm.sub.untouched.value'\n", None),
+        ("HERE = 'vllm.sub.gone'\n", "'vllm.sub.gone'"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vllm.gone import x\n", None),
+        ("if 'x':\n    from vllm.sub.untouched import gone\n", "from vllm.sub.untouched import gone"),
     ],
 )
 def test_what_the_overlay_imports(ask, source, missing):
@@ -85,6 +117,140 @@ def test_what_the_overlay_imports(ask, source, missing):
     assert status == bool(missing)
     assert ("changed   overlay: vllm/dsv4/main.py:" in out) == bool(missing)
     assert missing is None or f"- {missing}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("module", "there"),
+    [
+        ("try:\n    name = 1\nexcept ImportError:\n    pass\n", True),
+        ("def name(): ...\n", True),
+        ("class name: ...\n", True),
+        ("name: int = 1\n", True),
+        ("from os import (\n    path,\n    sep as name,\n)\n", True),
+        ("from .untouched import *\n", False),
+        ("from vllm.sub.untouched import *\nfrom vllm.sub.star import *\n", True),
+        ("def __getattr__(x):\n    return TABLE[x]\nTABLE = {'name': 1}\n", True),
+        ("def __getattr__(x):\n    return TABLE[x]\nTABLE = {'names': 1}\n", False),
+        ("# name = 1\nother(name=1)\ndef f():\n    name = 1\n", False),
+        ("class A:\n    name = 1\n", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    name = 1\n", False),
+    ],
+)
+def test_what_a_module_defines(ask, module, there):
+    write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": b"from vllm.sub.asked import name\n"})
+    files = {"vllm/sub/asked.py": module.encode(), "vllm/sub/star.py": b"name = 1\n"}
+    assert ask(PRISTINE | files)[0] == (not there)
+
+
+def test_what_other_releases_import_is_not_missing(ask, monkeypatch):
+    """A function that runs on some releases only; a module that cannot be imported at all is another matter."""
+    later, at_once = b"def f():\n    from vllm.sub.untouched import old\n", b"from vllm.sub.untouched import old\n"
+    for source, of_base, status in (
+        (later, b"value = 1\n", 0),
+        (later, b"old = 1\n", 1),
+        (later, None, 1),  # not to be had without a network
+        (at_once, b"value = 1\n", 1),
+    ):
+        write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": source})
+
+        def archive(series, release, *, download, of_base=of_base):
+            assert (release, download) == (RELEASE, False)
+            if of_base is None:
+                raise porting.Refusal("download-failed", "It is not here.")
+
+        monkeypatch.setattr(porting.fetch, "archive", archive)
+        files = PRISTINE | {"vllm/sub/untouched.py": of_base}
+        monkeypatch.setattr(porting, "pristine_from_archive", lambda _, files=files: files)
+        assert ask(PRISTINE)[0] == status, (source, of_base)
+    write(ask.repo / "overlay", OVERLAY | {"common/vllm/dsv4/main.py": later})
+    assert ask(PRISTINE, RELEASE)[0] == 0  # that is the base
+
+
+MIXIN = """
+from vllm.dsv4.marks import overriding
+class Mixin:
+    def from_mixin(self): ...
+"""
+CLASSES = """
+from vllm.dsv4.marks import overriding, require
+from vllm.dsv4.mixin import Mixin
+from vllm.sub import Layer
+
+@overriding("new")
+class Ours(Mixin, Layer[int]):
+    field = 1
+    def __init__(self):
+        require(self.other, "assigned")
+        for name in ("first", "second"):
+            require(self, name)
+    def called(self): ...
+    def new(self): ...
+
+def made(base):
+    @overriding()
+    class Later(base):
+        def late(self): ...
+    return Later
+
+class Unmarked(Layer):
+    def whatever(self): ...
+"""
+LAYERS = """
+class Root:
+    def from_mixin(self): ...
+class Layer(Root):
+    field: int
+    def called(self): ...
+"""
+OTHERS = """
+class Other:
+    late = None
+    def __init__(self):
+        self.first = self.second = 1
+        self.assigned = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("renamed", "said"),
+    [
+        ("nothing", None),
+        ("from_mixin", "Ours overrides from_mixin, which Layer does not have"),
+        ("field", "Ours overrides field, which Layer does not have"),
+        ("called", "Ours overrides called, which Layer does not have"),
+        ("assigned", "assigned is replaced, which no class of vLLM has"),
+        ("late", "late is replaced, which no class of vLLM has"),
+        ("first", "first is replaced, which no class of vLLM has"),
+    ],
+)
+def test_what_the_overlay_overrides(ask, renamed, said):
+    marks = "def overriding(*a): ...\ndef require(a, b): ...\n"
+    overlay = {"main.py": CLASSES, "mixin.py": MIXIN, "marks.py": marks}
+    write(ask.repo / "overlay", {f"common/vllm/dsv4/{name}": text.encode() for name, text in overlay.items()})
+    sources = {"__init__.py": "from .layers import Layer\n", "layers.py": LAYERS, "others.py": OTHERS}
+    files = {f"vllm/sub/{name}": text.replace(renamed, "renamed").encode() for name, text in sources.items()}
+    status, out = ask(PRISTINE | files)
+    assert status == (said is not None), out
+    assert ("applies   overlay: vllm/dsv4/main.py: what it overrides in vLLM" in out) == (said is None)
+    assert said is None or f"- {said}\n" in out
+
+
+def test_what_is_relied_on_and_not_patched(ask):
+    path = "vllm/sub/relied.py"
+    status, out = ask(PRISTINE | {path: b"def renamed(): ...\n"})
+    assert status == 1 and f"changed   relied on: {path}: other bytes; read them\n" in out
+    (ask.repo / "../new" / path).unlink()
+    status, out = ask({})
+    assert status == 1 and f"changed   relied on: {path}: there is no such file\n" in out
+
+
+def test_a_release_that_is_served_has_its_own_pins(ask):
+    path, data = "vllm/sub/relied.py", b"value = 1\n"
+    pins = ask.repo / f"patches/{RELEASE}/release.toml"
+    with pins.open("a") as file:
+        file.write(f'\n[also."0.9.9".files]\n"{path}" = "{sha256(data)}"\n')
+    assert ask(PRISTINE | {path: data}, "0.9.9")[0] == 0
+    assert ask(PRISTINE | {path: data}, "1.0.0")[0] == 1
 
 
 def test_the_nearest_series_below_is_the_base(ask):

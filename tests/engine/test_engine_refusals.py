@@ -97,6 +97,25 @@ def test_source_changed_names_file_and_line(engine, target, mode):
     assert engine(target, "--status")[1]["state"] == "drifted"
 
 
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_file_relied_on_and_not_patched(engine, target, applied):
+    path = "vllm/sub/relied.py"
+    before = snapshot(target)
+    if applied:
+        engine.ok(target)
+    for damage in (lambda: (target / path).write_bytes(b"def renamed(): ...\n"), (target / path).unlink):
+        damage()
+        for mode in ([], ["--check"], ["--status"]):
+            error = refused(engine, "source-changed", target, *mode)
+            assert error["path"] == path
+            assert f"{path}, on which the overlay relies, is not the one of vLLM {RELEASE}" in error["message"]
+        assert engine(target, "--status")[1]["state"] == "drifted"
+    (target / path).write_bytes(b"mine\n")
+    engine.ok(target, "--revert")  # takes off what was applied, whatever else is there
+    (target / path).write_bytes(PRISTINE[path])
+    assert snapshot(target) == before
+
+
 def test_a_changed_line_end_is_a_change(engine, tmp_path):
     target = make_target(tmp_path / "t", "source")
     (target / "vllm/crlf.py").write_bytes(PRISTINE["vllm/crlf.py"].replace(b"\r\n", b"\n"))
@@ -281,8 +300,9 @@ def test_an_original_that_is_gone_or_damaged(engine, target):
     kept.write_bytes(good[:-1])
     assert refused(engine, "record-lost", target, "--revert")["path"] == "vllm/config.py"
     kept.unlink()
-    refused(engine, "record-lost", target, "--revert")
-    assert engine.ok(target, "--status")["state"] == "applied"
+    for mode in ([], ["--status"], ["--revert"]):  # it is not applied in the sense that it can be taken off
+        assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
+        assert engine(target, *mode)[1]["state"] == "drifted"
 
 
 def test_a_file_of_somebody_else_in_our_folder(engine, target):

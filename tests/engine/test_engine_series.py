@@ -18,6 +18,7 @@ from smallworld import (
     header,
     make_repo,
     make_target,
+    sha256,
     snapshot,
 )
 
@@ -94,6 +95,26 @@ def test_export_writes_what_apply_then_gives(world, capsys, engine):
     engine.ok(pristine)
     for path in EDITED:
         assert (pristine / path).read_bytes() == (tree / path).read_bytes(), path
+
+
+def test_export_pins_what_is_relied_on(world, capsys):
+    """A path is listed by hand, with any text as its pin."""
+    repo, pristine, tree = world
+    pins = repo / f"patches/{RELEASE}/release.toml"
+    good = pins.read_text()
+    listed = "\n[relied_on]\n"
+    listed += '"vllm/sub/untouched.py" = ""\n"vllm/sub/relied.py" = ""\n'
+    pins.write_text(good.partition("\n[relied_on]\n")[0] + listed)
+    assert run_export(world, capsys)[0] == 0
+    path = "vllm/sub/untouched.py"
+    assert pins.read_text() == good + f'"{path}" = "{sha256(PRISTINE[path])}"\n'
+    assert run_check(world, capsys)[0] == 0
+    edit(pins, path.encode(), b"vllm/sub/gone.py")
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and f"vLLM {RELEASE} has no vllm/sub/gone.py; remove it from [relied_on]." in err
+    edit(pins, b"vllm/sub/gone.py", b"vllm/config.py")
+    status, _, err = run_export(world, capsys)
+    assert status == 1 and "vllm/config.py is in [files], so it cannot be in [relied_on] too" in err
 
 
 def test_a_new_patch_starts_as_a_header(world, capsys):
@@ -212,12 +233,10 @@ def test_a_line_without_its_end_can_only_be_the_last():
 
 
 def test_hunks_are_small():
-    """One change among repeated lines is one added and one removed line, two lines of context."""
-    lines = [b"same\n"] * 50
-    changed = [*lines[:20], b"other\n", *lines[21:]]
-    out = maintain.unified("vllm/x.py", b"".join(lines), b"".join(changed)).split(b"\n")[2:-1]
-    same = [b" same"] * 2
-    assert out == [b"@@ -19,5 +19,5 @@", *same, b"-same", b"+other", *same]
+    """One changed line is one added and one removed line, two lines of context."""
+    before = b"".join(b"line%d\n" % number for number in range(500))
+    out = maintain.unified("vllm/x.py", before, before.replace(b"line20\n", b"other\n")).split(b"\n")[2:-1]
+    assert out == [b"@@ -19,5 +19,5 @@", b" line18", b" line19", b"-line20", b"+other", b" line21", b" line22"]
 
 
 # ---------------------------------------------------------------- check
@@ -246,6 +265,8 @@ FAULTS = {
     "field": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b""), "Drop-When is missing"),
     "empty field": (lambda w: edit(patch_of(w), b"Hooks: nothing", b"Hooks:"), "Hooks is missing"),
     "date": (lambda w: edit(patch_of(w), b"2026-01-31", b"January"), "Last-Update is not a date"),
+    "no such date": (lambda w: edit(patch_of(w), b"2026-01-31", b"2026-13-45"), "Last-Update is not a date"),
+    "other date": (lambda w: edit(patch_of(w), b"2026-01-31", b"20260131"), "Last-Update is not a date"),
     "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about"),
     "context": (lambda w: edit(patch_of(w), b" line1 = 1\n", b" line1 = 0\n"), "does not fit"),
     "other form": (lambda w: edit(patch_of(w), b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,5 @@ def x():"),
@@ -254,8 +275,11 @@ FAULTS = {
                       "config.patch"),
     "hash": (lambda w: edit(patch_of(w, "release.toml"), b'crlf.py" = "', b'crlf.py" = "0'),
              "another sha256 for vllm/crlf.py"),
-    "extra hash": (lambda w: patch_of(w, "release.toml").write_text(
-        patch_of(w, "release.toml").read_text() + '"vllm/sub/__init__.py" = "0"\n'), "[files]"),
+    "extra hash": (lambda w: edit(patch_of(w, "release.toml"), b"[files]\n", b"[files]\n'vllm/x.py' = '0'\n"),
+                   "a pin of a file is not what export-series.sh writes"),
+    "relied on": (lambda w: edit(patch_of(w, "release.toml"), b'relied.py" = "', b'relied.py" = "0'),
+                  "[relied_on] has another sha256 for vllm/sub/relied.py"),
+    "relied on, gone": (lambda w: (w[1] / "vllm/sub/relied.py").unlink(), "has no vllm/sub/relied.py"),
     "pristine": (lambda w: (w[1] / "vllm/config.py").write_bytes(b"other\n"), "config.py"),
     "unused": (lambda w: (w[0] / "overlay/common/vllm/dsv4/unused.py").write_bytes(b""),
                "overlay/common/vllm/dsv4/unused.py is used by nothing"),
@@ -396,12 +420,30 @@ def test_a_served_release_with_the_same_files(world, served, capsys):
     assert snapshot(world[0]) == before
 
 
+def test_a_served_release_that_has_a_file_relied_on_otherwise(world, served, capsys, engine, tmp_path):
+    path = "vllm/sub/relied.py"
+    served[path] = b"def called(): ...\n"
+    assert maintain.check_main([], world[0]) == 1
+    assert export_and_check(world, capsys) == (0, "")
+    text = (world[0] / f"patches/{RELEASE}/release.toml").read_text()
+    assert f'[also."0.9.9".files]\n"{path}" = "{sha256(served[path])}"\n\n[files]\n' in text
+    engine.root = world[0]
+    target = make_target(tmp_path / "served", "source", files=served, release="0.9.9")
+    engine.ok(target)
+    engine.ok(make_target(tmp_path / "own", "source"))
+    (target / path).write_bytes(PRISTINE[path])
+    assert engine.refused("source-changed", target)["path"] == path
+    del served[path]
+    status, err = export_and_check(world, capsys)
+    assert status == 1 and f"for vLLM 0.9.9, {path} in [relied_on]: there is no such file" in err
+
+
 def test_a_served_release_whose_lines_have_moved(world, served, capsys, engine, tmp_path):
     """Pinned by export, put where its lines are by apply; an edited file is refused as ever."""
     shift = b"# new\n"
     served["vllm/config.py"] = shift * 3 + PRISTINE["vllm/config.py"]
     assert maintain.check_main([], world[0]) == 1
-    assert "[files] is not what export-series.sh writes" in capsys.readouterr().err
+    assert "release.toml: a pin of a file is not what export-series.sh writes" in capsys.readouterr().err
     assert export_and_check(world, capsys) == (0, "")
     engine.root = world[0]
     target = make_target(tmp_path / "served", "source", files=served, release="0.9.9")
@@ -422,7 +464,7 @@ def test_a_wheel_that_was_built_again(world, served, capsys, engine, tmp_path):
     with (folder / "release.toml").open("a") as pins:
         pins.write(f'\n[also."{RELEASE}-1"]\nchanges = "wheel-1.diff"\n')
     assert maintain.check_main([], world[0]) == 1
-    assert "[files] is not what export-series.sh writes" in capsys.readouterr().err
+    assert "release.toml: a pin of a file is not what export-series.sh writes" in capsys.readouterr().err
     assert export_and_check(world, capsys) == (0, "")
 
     engine.root = world[0]
@@ -441,7 +483,7 @@ def test_a_wheel_that_was_built_again(world, served, capsys, engine, tmp_path):
 
     (folder / "wheel-1.diff").write_bytes(b"Description: x\n\n" + diff(path, changed[path], PRISTINE[path]))
     assert maintain.check_main([], world[0]) == 1
-    assert "wheel-1.diff does not fit the touched files" in capsys.readouterr().err
+    assert "wheel-1.diff does not fit the pinned files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 import tomlkit
 from packaging.version import Version
 
-from .errors import Refusal
-from .series import load_series, release_folders
+from dsv4_overlay_tools.errors import Refusal
+from dsv4_overlay_tools.series import load_series, release_folders
 
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (9.0)", "blackwell": "Blackwell (10.0, 10.3)"}
@@ -62,7 +62,7 @@ def table(root: Path) -> str:
     return f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n{body}"
 
 
-def matrix_main(argv: list[str], root: Path) -> int:
+def main(argv: list[str], root: Path) -> int:
     """support-matrix.sh: returns 0, 1 if the table cannot be made or is stale (--check), 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="support-matrix.sh",

@@ -1,0 +1,86 @@
+"""scripts/build-kernels.sh: a library that is the same bytes again, one carried from another machine, and refusals."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "overlay/common/vllm/third_party/dsv4_kernels"
+LIBRARY = f"{PACKAGE}/lib/libdsv4_kernels.so"
+NVCC = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
+needs_nvcc = pytest.mark.skipif(not NVCC.exists(), reason="there is no CUDA toolkit in $CUDA_HOME or /usr/local/cuda")
+
+
+def run(root, *arguments, **env):
+    return subprocess.run(
+        [root / "scripts/build-kernels.sh", *arguments], capture_output=True, text=True,
+        env=os.environ | {"CUDA_HOME": str(NVCC.parents[1]), "VIRTUAL_ENV": str(Path(sys.executable).parents[1])} | env,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """What the script needs of this repository, and no more: so that no build here is touched."""
+    root = tmp_path / "repo"
+    shutil.copytree(ROOT / "csrc", root / "csrc")
+    for path in ("scripts/build-kernels.sh", f"{PACKAGE}/native.py"):
+        (root / path).parent.mkdir(parents=True)
+        shutil.copy(ROOT / path, root / path)
+    return root
+
+
+def test_help(repo):
+    done = run(repo, "--help")
+    assert done.returncode == 0 and "--from FILE.so" in done.stdout and "set -euo" not in done.stdout
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_two_builds_are_the_same_bytes_and_one_can_be_carried(repo, tmp_path):
+    builds = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "library.so"
+        done = run(repo, file, DSV4_CUDA_ARCHS="100a", TMPDIR=str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        builds.append(file)
+    assert builds[0].read_bytes() == builds[1].read_bytes()
+
+    done = run(repo, "--from", builds[0], CUDA_HOME="/nonexistent")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (repo / LIBRARY).read_bytes() == builds[0].read_bytes()
+    assert (repo / LIBRARY).stat().st_mode & 0o777 == 0o755
+    before = (repo / LIBRARY).stat()
+    (repo / "csrc/insert.h").write_text((ROOT / "csrc/insert.h").read_text() + "\n")
+    done = run(repo, "--from", builds[1])
+    assert done.returncode == 1 and "was built from another csrc/ than " in done.stderr
+    assert (repo / LIBRARY).stat() == before and os.listdir((repo / LIBRARY).parent) == [Path(LIBRARY).name]
+
+
+@pytest.mark.parametrize("content", [None, b"\x7fELF\0", b'dsv4_kernels_build {"interface": 1, "sources": "0"}\0'])
+def test_what_is_no_library_of_this_commit_is_not_taken(repo, tmp_path, content):
+    file = tmp_path / "library.so"
+    if content is not None:
+        file.write_bytes(content)
+    done = run(repo, "--from", file)
+    assert done.returncode == 1 and not (repo / LIBRARY).parent.exists()
+    assert done.stderr.startswith(f"error: {file} ") and done.stderr.count("\n") == 1
+
+
+@needs_nvcc
+def test_a_toolkit_without_the_static_runtime_is_refused_at_once(repo, tmp_path):
+    """As in an image that has nvcc but not cuda-cudart-dev: not after minutes, when all is compiled."""
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = --version ] || set -- "$@" -lcudart_missing\n'
+                    f'exec {NVCC} "$@"\n')  # fmt: skip
+    nvcc.chmod(0o755)
+    done = run(repo, tmp_path / "out.so", CUDA_HOME=str(tmp_path))
+    assert done.returncode == 1 and "cannot find -lcudart_missing" in done.stderr
+    assert "cannot build a library with the static CUDA runtime" in done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert "insert.cu" not in calls and not (tmp_path / "out.so").exists()
