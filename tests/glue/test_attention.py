@@ -1,6 +1,6 @@
 """One layer over mixed batches with vLLM's own metadata classes, against attention in float64.
 
-Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the self-test.
+Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the kernels' checks.
 """
 
 import importlib
@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO
-from vllm.dsv4_overlay import adapter, attention, calibrate, selftest, warmup
+from vllm.dsv4_overlay import adapter, attention, calibrate, warmup
 from vllm.forward_context import override_forward_context
+from vllm.third_party.dsv4_kernels import checks
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
@@ -77,7 +78,7 @@ class Step:
 
         window, window_tables = self.pages(self.window_rows, self.window_rows, 512, dtype)
         # Rows of earlier steps are in the cache.
-        self.windows = [self.stored(selftest.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
+        self.windows = [self.stored(checks.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
         for request, (old, _) in enumerate(requests):
             self.fill(window, window_tables[request], self.window_rows, self.windows[request][:old])
         tokens_at = zip(self.owner, self.position, strict=True)
@@ -173,7 +174,7 @@ class Step:
         norm = (torch.rand(512, generator=self.gen) + 0.5) * self.kv_weight
         states = self.states = [self.random(length, 2, width) for length in self.lengths]
         self.rows = [
-            self.stored(selftest.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
+            self.stored(checks.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
             else torch.zeros(0, 512, dtype=torch.float64)
             for state in states
         ]  # fmt: skip
@@ -269,8 +270,8 @@ class Step:
     def expected(self):
         out = []
         for token, (request, position) in enumerate(zip(self.owner, self.position, strict=True)):
-            q = selftest.normed(self.q[token].double())[None]
-            q = selftest.rotate(q, self.cos_sin[position][None])[0]
+            q = checks.normed(self.q[token].double())[None]
+            q = checks.rotate(q, self.cos_sin[position][None])[0]
             q = (q / self.q_scale).to(self.query_dtype).double() * self.q_scale
             keys = self.windows[request][max(0, position - 127) : position + 1]
             if self.ratio > 1:
@@ -453,15 +454,15 @@ def test_calibration_sees_what_this_step_writes(ratio):
     amax = torch.tensor([0.0, 0.0], device=DEVICE)
     step.run(amax)
     assert amax[0].item() == pytest.approx(largest, rel=2**-8)
-    q = selftest.normed(step.q[:-2].double())
-    q = selftest.rotate(q, step.cos_sin[step.position])
+    q = checks.normed(step.q[:-2].double())
+    q = checks.rotate(q, step.cos_sin[step.position])
     assert amax[1].item() == pytest.approx(q.abs().max().item(), rel=2**-8)
 
 
 def test_e4m3_queries_have_a_scale_of_their_own():
     step = Step(1, E4M3, ((0, 4),))
     step.run()
-    q = selftest.rotate(selftest.normed(step.q.double()), step.cos_sin[step.position])
+    q = checks.rotate(checks.normed(step.q.double()), step.cos_sin[step.position])
     step.layer.q_scale = 2.0**-5
     out = torch.empty(4, HEADS, 512, dtype=BF16, device=DEVICE)
     with override_forward_context(step.context):

@@ -228,7 +228,7 @@ def test_images_on_hopper(monkeypatch):
             (dict(method=method), f"serves no drafts of {method}, only DeepSeek V4's own layers, n-grams")
             for method in METHODS - {"mtp", "ngram", "ngram_gpu", "suffix", "dspark"}
         ),
-        (dict(draft_model_config=SimpleNamespace(architecture="MiMoMTPModel")), "serves no drafts of MiMoMTPModel,"),
+        (dict(draft_model_config=SimpleNamespace(architecture="MiMoMTPModel")), "no drafts of MiMoMTPModel,"),
         (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),
         (dict(kv_cache_dtype="bfloat16"), "kv_cache_dtype of --speculative-config is bfloat16, and drafts share"),
         (dict(kv_cache_dtype="fp8_ds_mla"), "kv_cache_dtype of --speculative-config is fp8_ds_mla, and drafts"),

@@ -170,7 +170,7 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
 def reload(model):
     """Load the sinks of `model` anew, as vLLM does into a running server."""
     initialize_layerwise_reload(model)
-    for name, parameter in list(model.named_parameters()):
+    for parameter in list(model.parameters()):
         getattr(parameter, "weight_loader", weight_utils.default_weight_loader)(parameter, torch.full((64,), 7.0))
     finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
     assert all((parameter == 7).all() for parameter in model.parameters())

@@ -43,9 +43,7 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         self.num_heads = self.n_local_heads
         attention.init_layer(self)
         if self.compressor is not None:
-            # vLLM has a class to choose for the indexer's compressor only.
-            require(self.compressor, "_compress_norm_rope_store")
-            self.compressor._compress_norm_rope_store = partial(_compress, self)
+            connect_compressor(self)
 
     def _fused_qnorm_rope_kv_insert(
         self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
@@ -66,6 +64,12 @@ def _cancel_warm_up() -> None:
     for kernel in list(registry._registrations) if registry else ():
         if type(kernel).__module__.removeprefix("vllm.models.deepseek_v4.") in _NEVER_RUN:
             del registry._registrations[kernel]
+
+
+def connect_compressor(layer: torch.nn.Module) -> None:
+    """Let `layer.compressor` store its rows by the overlay; vLLM has a class to choose for the indexer's only."""
+    require(layer.compressor, "_compress_norm_rope_store")
+    layer.compressor._compress_norm_rope_store = partial(_compress, layer)
 
 
 def _compress(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
+from vllm.dsv4_overlay.config import check_machine, falls_back, provider, storage_dtype
 from vllm.dsv4_overlay.scales import layer_scales
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -38,13 +38,15 @@ def init_layer(layer: torch.nn.Module) -> None:
         layer.kv_scale, layer.q_scale = layer_scales(vllm_config, layer)
     if _provider(layer.attn_sink) == "flashinfer":
         flashinfer = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
-        # Its kernels count on zeros. After sleep level 2 vLLM brings back buffers, and nothing else but weights; when
-        # weights are loaded anew, only those of modules without any.
+        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and buffers only; when weights are
+        # loaded anew, of buffers only those of modules without weights.
         layer.flashinfer = torch.nn.Module()
         layer.flashinfer.register_buffer("workspace", flashinfer.workspace, persistent=False)
         layer.flashinfer.register_buffer("counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
+    elif problem := falls_back(layer.attn_sink.device.type):
+        logger.warning_once("DeepSeek V4: %s", problem)
     else:
         logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device.type))
     LAYERS.add(layer)
@@ -92,7 +94,9 @@ def insert(
             swa_metadata.block_size,
         )  # fmt: skip
         return q_fp8
-    torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size)
+    torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
+        q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size
+    )
     return q
 
 

@@ -249,6 +249,16 @@ def check_machine() -> None:
         raise ValueError(f"{who} needs FlashInfer, but {problem}.")
 
 
+def falls_back(device_type: str) -> str | None:
+    """Why Triton, unasked, serves tensors on `device_type` ("cuda", "cpu"), and what to do; else None."""
+    from vllm.third_party.dsv4_kernels import pick_provider
+
+    name, reason = pick_provider(device_type)
+    if provider() or name != "triton":
+        return None
+    return f"attention by Triton, mostly slower than FlashMLA, for {reason}."
+
+
 def serves(capability: tuple[int, int] | None) -> bool:
     """Whether the full-width cache is served on GPUs of this compute capability."""
     return capability in (_HOPPER, *_BLACKWELL)

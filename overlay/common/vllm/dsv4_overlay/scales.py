@@ -108,7 +108,7 @@ def without_scales(
     """`weights` for the loader of `model`, whose layers have had the scales among them since they were made.
 
     Raises:
-        ValueError: these are other scales, as weights that are loaded into a running server may have; one sentence.
+        ValueError: they are others, as those of weights for a running server may be; one sentence.
     """
     applied: dict[str, float] = {}
     for layer in model.modules():
@@ -185,7 +185,8 @@ def _download(model: str, revision: str | None, download_dir: str | None, name: 
         # Not at the top: this module is imported for every model.
         from vllm.model_executor.model_loader.weight_utils import maybe_download_from_modelscope
 
-        return str(Path(maybe_download_from_modelscope(model, revision, download_dir, allow_patterns=[name])) / name)
+        folder = maybe_download_from_modelscope(model, revision, download_dir, allow_patterns=[name])
+        return str(Path(folder) / name)
     return hf_hub_download(model, name, revision=revision, cache_dir=download_dir)
 
 
