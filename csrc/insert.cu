@@ -142,8 +142,8 @@ __device__ uint4 load_words(const float* from) {
   return v;
 }
 
-// Indices are read as words of 32 bits, without a branch: a position or a row fits into one, and the sign of a
-// 64-bit slot is in the other.
+// Indices are read as words of 32 bits, without a branch: a position or a row fits into one, and the other of a
+// 64-bit slot is then 0.
 __device__ const int* position_at(const Params& p, uint32_t token) {
   return static_cast<const int*>(p.position_ids) + (uint64_t{token} << p.positions_are_int64);
 }
@@ -153,7 +153,7 @@ __device__ const int* slot_at(const Params& p, uint32_t token) {
 }
 
 struct Slot {
-  int row, sign;
+  int row, high;  // the other word of 64 bits; of 32, the same again
 };
 
 __device__ Slot load_slot(const Params& p, uint32_t token) {
@@ -269,7 +269,7 @@ __device__ void insert_kv(const Params& p, uint32_t token, int lane) {
   const float scale = kFp8 ? __uint_as_float(load_word(p.fp8_scale)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
   __syncwarp();  // all loads are on their way
-  if (slot.sign < 0) return;
+  if ((p.slots_are_int64 && slot.high != 0) || static_cast<uint32_t>(slot.row) >= p.num_rows) return;
   const uint32_t block = p.rows_per_block.quotient(static_cast<uint32_t>(slot.row));
   const uint32_t row_in_block = static_cast<uint32_t>(slot.row) - block * p.cache_block_size;
   Row row;

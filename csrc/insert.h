@@ -28,9 +28,10 @@ struct Insert {
   float eps;
   uint32_t cache_block_size, num_tokens, num_heads, num_slots;
   uint32_t num_positions;  // rows of cos_sin_cache
+  uint32_t num_rows;       // of the cache: a slot that is not below it, as no negative one is, stores nothing
 };
 
-// Limits: num_tokens * (num_heads + 1) and every slot are below 2^31.
+// Limits: num_tokens * (num_heads + 1) and num_rows are below 2^31.
 cudaError_t launch_insert(const Insert& call, cudaStream_t stream);
 
 }  // namespace dsv4

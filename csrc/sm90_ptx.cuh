@@ -36,12 +36,27 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
   else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// Where a row of a pool is, by its index.
-__device__ __forceinline__ const uint8_t* row_of(const Pool& pool, int index) {
-  const unsigned row = index, page = __umulhi(pool.page.magic, row) + row >> pool.page.shift;
-  return static_cast<const uint8_t*>(pool.rows) + page * pool.page_stride +
-         (row - page * pool.page.value) * pool.row_stride;
+// The same of 8 bytes.
+__device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// x / by, below 2^31.
+__device__ __forceinline__ uint32_t divided(uint32_t x, const Divisor& by) {
+  return __umulhi(by.magic, x) + x >> by.shift;
+}
+// Where a row of a pool is, by its index. Of what is no row, the pool's first: for copies of no bytes.
+struct Row {
+  bool exists;
+  uint32_t in_page;
+  const uint8_t *page, *at;
+
+  __device__ __forceinline__ Row(const Pool& pool, uint32_t index) : exists(index < pool.count) {
+    const uint32_t row = exists ? index : 0, number = divided(row, pool.page);
+    in_page = row - number * pool.page.value;
+    page = static_cast<const uint8_t*>(pool.rows) + number * pool.page_stride;
+    at = page + in_page * pool.row_stride;
+  }
+};
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -91,6 +106,14 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
     const uint2 v = *reinterpret_cast<const uint2*>(from);
     w[0] = v.x, w[1] = v.y;
   }
+}
+
+// A launch's parameters are in no cache yet, and each line of them that is first read later would be waited for then.
+template <typename Params>
+__device__ __forceinline__ void touch(const Params& p) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Params)); i += 64)
+    asm volatile("" ::"r"(*reinterpret_cast<const int*>(reinterpret_cast<const char*>(&p) + i)));
 }
 
 // Launched while the kernel before may still run: reads nothing of memory before wait_for_previous(), and lets the next

@@ -7,7 +7,8 @@ namespace dsv4 {
 
 constexpr int kTile = 64;  // keys
 
-inline constexpr float kNoMaximum = -1e30f;  // finite, so that it can be subtracted from -inf
+// Below every score, and finite, so that it can be subtracted from the -inf of a missing key.
+inline constexpr float kNoMaximum = -3.402823466e38f;
 
 // A call in items: so many heads of a token and, if blocks share its keys, a share of them.
 struct Params : SparseMla {
@@ -91,6 +92,13 @@ template <int PENDING>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Before a warp stores over operands of products that it has waited for, in a build that takes that wait as the warp's
+// own and not as its warpgroup's: "Waits" in docs/sm90-sparse-mla.md. `id`: of the warpgroup's named barrier.
+__device__ __forceinline__ void strict_wait(int id) {
+#ifdef DSV4_STRICT_WAIT
+  sync_threads(id, 128);
+#endif
+}
 
 // Operands of inline assembly: outputs from d[i], and the numbers of so many registers.
 #define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -122,8 +130,9 @@ struct Lengths {
 };
 
 // fp16 holds q / 2^e whatever q is: 2^e and its inverse, from the largest magnitude of a row of q as the bits of BF16.
+// 2^126 at most, since the inverse of 2^127 is no normal number; fp16 holds four times as much as is needed.
 __device__ __forceinline__ float2 power_below(uint32_t largest) {
-  const uint32_t power = largest << 16 & 0x7F800000;
+  const uint32_t power = min(largest << 16 & 0x7F800000, 0x7E800000);
   return make_float2(__int_as_float(power), __int_as_float(0x7F000000 - power));
 }
 

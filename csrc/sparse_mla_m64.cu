@@ -158,7 +158,7 @@ struct Item {
     token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
     const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
     window = max(0, min(visible, kWindow));
-    keys = window + (visible > 0 ? max(0, min(topk, p.width) - kWindow) : 0);
+    keys = window + (visible > 0 ? max(kWindow, min(topk, p.width)) - kWindow : 0);
     tiles = (keys + kTile - 1) / kTile;
   }
 };
@@ -248,9 +248,8 @@ struct Block : Thread {
     };
     int index = look_up();
     while (index != -2) {
-      const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
-      if (index >= 0) from = row_of(key0 + my_key < item.window ? p.swa : p.compressed, index);
-      const unsigned there = __ballot_sync(~0u, index >= 0);
+      const Row mine(key0 + my_key < item.window ? p.swa : p.compressed, index);
+      const unsigned there = __ballot_sync(~0u, mine.exists);
       const bool starts = key0 == 0, two = key0 + kTile < item.keys;
       if (starts) {
         announce(kQ, 0);
@@ -276,7 +275,7 @@ struct Block : Thread {
           fence_async();  // what was read there, and zeros written there, before the copies
           __syncwarp();
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * kDim);
-          if (lane / 16 == t && index >= 0) copy_row<FIRST>(base + to + lane % 16 * kDim, from, raw_full(quarter));
+          if (lane / 16 == t && mine.exists) copy_row<FIRST>(base + to + lane % 16 * kDim, mine.at, raw_full(quarter));
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
             *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * kDim + lane * 16) = make_uint4(0, 0, 0, 0);
           __syncwarp();
@@ -285,7 +284,7 @@ struct Block : Thread {
           const uint32_t to = base + (entry & 1) * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
 #pragma unroll
           for (int r = 0; r < 16; ++r) {
-            const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(from), t * 16 + r) + lane * 16;
+            const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(mine.at), t * 16 + r) + lane * 16;
             const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c)
@@ -460,6 +459,7 @@ struct Block : Thread {
         products_commit();
         const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + entry % 4 * 8);
         products_wait<0>();
+        strict_wait(3);
 
 #pragma unroll
         for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
@@ -621,10 +621,11 @@ struct Block : Thread {
             output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
           }
           products_commit();
-          if (step > 0) products_wait<1>(), put(fill, step - 1);
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
           take(fill, step);
         }
         products_wait<0>();
+        strict_wait(1 + half);
         barrier_arrive(used(buffer));
         put(fill, 3);
       }

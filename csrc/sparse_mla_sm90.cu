@@ -2,12 +2,52 @@
 
 #include <algorithm>
 
-#include "sparse_mla_sm90.h"
+#include "sparse_mla_rows.h"
 
 namespace dsv4 {
 namespace {
 
 int divide(int x, int by) { return (x + by - 1) / by; }
+
+// What the choice depends on, besides the call.
+struct Gpu {
+  int sms = 0, l2_bytes = 0;
+
+  cudaError_t ask() {
+    int device = 0, major = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error != cudaSuccess) return error;
+    // What is compiled for other GPUs is empty, and would leave the output as it was.
+    return major == 9 ? cudaSuccess : cudaErrorNoKernelImageForDevice;
+  }
+  // Rows and q are read once, outputs by the next kernel: these are kept where they fit. In a larger call it is rows of
+  // one token that may still be there for others.
+  bool keeps_outputs(int tokens, int heads) const { return int64_t{tokens} * heads * 1024 <= l2_bytes / 2; }
+};
+
+// The full-width call as keys of two pools. The window is the first 128 columns, and what is picked follows it.
+SparseMlaRows as_rows(const SparseMla& call) {
+  constexpr int kWindow = 128;
+  SparseMlaRows rows = {};
+  rows.format = call.rows_are_fp8 ? RowFormat::kE4M3 : RowFormat::kBf16;
+  rows.q = call.q, rows.q_token_stride = call.q_token_stride, rows.q_head_stride = call.q_head_stride;
+  rows.q_is_fp8 = call.q_is_fp8;
+  rows.out = call.out, rows.out_token_stride = call.out_token_stride, rows.out_head_stride = call.out_head_stride;
+  rows.sources[0] = {call.swa, call.indices, call.indices_stride, call.visible, 0, kWindow};
+  rows.sources[1] = {call.compressed, call.indices + kWindow, call.indices_stride, call.topk_lens, kWindow,
+                     call.width - kWindow};
+  rows.tokens_per_length = 1;
+  rows.second_needs_first = true;
+  rows.sinks = call.sinks;
+  rows.bmm1_tensor = call.bmm1_tensor, rows.bmm2_tensor = call.bmm2_tensor;
+  rows.bmm1 = call.bmm1, rows.bmm2 = call.bmm2;
+  rows.tokens = call.tokens, rows.heads = call.heads;
+  rows.keep_outputs = call.keep_outputs;
+  return rows;
+}
 
 // How many blocks share a token's keys in the mma.sync kernel: as many as have a tile each and find an SM at the same
 // time. Larger clusters do not: some groups of SMs are a few short of 16, so about a quarter is left out.
@@ -21,17 +61,10 @@ int mma_splits(int blocks, int tiles, int sms) {
 
 cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   if (call.tokens == 0) return cudaSuccess;
-  int device = 0, sms = 0, major = 0, l2_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
-  // What is compiled for other GPUs is empty, and would leave the output as it was.
-  if (major != 9) return cudaErrorNoKernelImageForDevice;
-  // Rows and q are read once, outputs by the next kernel: these are kept where they fit. In a larger call it is rows of
-  // one token that may still be there for others.
-  call.keep_outputs = int64_t{call.tokens} * call.heads * 1024 <= l2_bytes / 2;
+  Gpu gpu;
+  if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
+  const int sms = gpu.sms;
+  call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
   // Blocks of the grid if a block takes so many heads.
   const auto blocks = [&](int heads) { return call.tokens * divide(call.heads, heads); };
   const int key_bytes = call.rows_are_fp8 ? 512 : 1024, mma_tile = (64 << 10) / key_bytes;
@@ -42,7 +75,7 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
     // items than SMs too, since a tile of half the keys is there sooner.
     const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
     const int splits = paired ? 1 : mma_splits(blocks(16), divide(call.width, mma_tile), sms);
-    return launch_sparse_mla_mma(call, paired, splits, sms, stream);
+    return launch_sparse_mla_mma(as_rows(call), paired, splits, sms, stream);
   }
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
   for (const int heads : {16, 32})
@@ -50,6 +83,18 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   if (call.heads <= 32 || (call.rows_are_fp8 && blocks(32) <= sms))
     return launch_sparse_mla_wgmma(call, 32, false, sms, stream);
   return launch_sparse_mla_m64(call, sms, stream);
+}
+
+cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
+  if (call.tokens == 0) return cudaSuccess;
+  Gpu gpu;
+  if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
+  call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
+  const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
+  const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
+  const bool paired = !is_wide && 2 * blocks > gpu.sms;
+  const int tiles = divide(call.sources[0].width + call.sources[1].width, tile);
+  return launch_sparse_mla_mma(call, paired, paired ? 1 : mma_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
 }
 
 }  // namespace dsv4

@@ -24,7 +24,8 @@ struct Divisor {
 struct Pool {
   const void* rows;
   int64_t page_stride, row_stride;
-  Divisor page;  // rows of a page
+  Divisor page;    // rows of a page
+  uint32_t count;  // of rows, 2^31 at most: an index that is not below it, as no negative one is, is no row
 };
 
 // One call. Names and meaning: SparseMLACall in dsv4_kernels/interface.py. Strides are in elements.
@@ -47,12 +48,8 @@ struct SparseMla {
   bool keep_outputs = false;  // in the L2 cache; set by launch_sparse_mla_sm90
 };
 
-// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the three below.
+// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the two below, or the one in sparse_mla_rows.h.
 cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream);
-
-// 16 heads an item; `paired` (E4M3 rows alone, one split) for two items at a time on an SM; 1 to 8 blocks share a
-// token's keys.
-cudaError_t launch_sparse_mla_mma(const SparseMla& call, bool paired, int splits, int sms, cudaStream_t stream);
 
 // 16 or 32 heads a block, heads on N; one block an SM, or `split`: two blocks share a token's keys.
 cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split, int sms, cudaStream_t stream);

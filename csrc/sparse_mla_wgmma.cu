@@ -30,7 +30,7 @@ struct Item {
     token = i / (p.splits * p.head_blocks);
     head0 = i / p.splits % p.head_blocks * heads;
     window = max(0, min(lengths.visible, kWindow));
-    const int picked = lengths.visible > 0 ? max(0, min(lengths.topk, p.width) - kWindow) : 0;
+    const int picked = lengths.visible > 0 ? max(kWindow, min(lengths.topk, p.width)) - kWindow : 0;
     const int all = window + picked;
     const int share = ((all + kTile - 1) / kTile + p.splits - 1) / p.splits * kTile;
     first = min(i % p.splits * share, all);
@@ -295,9 +295,8 @@ struct Block : Thread {
       if (FP8 && now.tiles > 0) rest_of_q();
       for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
         const int index = next;
-        const uint8_t* from = static_cast<const uint8_t*>(p.swa.rows);  // read by nobody where there is no row
-        if (index >= 0) from = row_of(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
-        const unsigned there = __ballot_sync(~0u, index >= 0);
+        const Row mine(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
+        const unsigned there = __ballot_sync(~0u, mine.exists);
         next = key0 + 128 < now.tiles * kTile ? look_up(now, key0 + 128) : look_up(item, 0);
 #pragma unroll 1
         for (int h = 0; h < 32 / kRows; ++h) {
@@ -310,7 +309,7 @@ struct Block : Thread {
 #pragma unroll
           for (int r = 0; r < 8; ++r) {
             const int64_t row =
-                __shfl_sync(~0u, reinterpret_cast<int64_t>(from), h * kRows + r * (kRows / 8) + second);
+                __shfl_sync(~0u, reinterpret_cast<int64_t>(mine.at), h * kRows + r * (kRows / 8) + second);
             rows[r] = reinterpret_cast<const uint8_t*>(row) + lane % (FP8 ? 32 : 16) * 16;
             asm volatile("" : "+l"(rows[r]));
           }

@@ -23,7 +23,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kHeadDim = 512, kRopeDim = 64, kMaxHeads = 128;
+constexpr int64_t kHeadDim = 512, kRopeDim = 64, kMaxHeads = 128, kWindow = 128;
 
 // std::invalid_argument becomes ValueError in Python.
 template <typename... Words>
@@ -75,6 +75,10 @@ int64_t cache_block_stride(const Tensor& cache, int64_t block_size, bool fp8) {
 
 void require_heads(int64_t heads) {
   require(1 <= heads && heads <= kMaxHeads, "q must have 1 to 128 heads, got ", heads, ".");
+}
+
+void require_device(const char* name, const Tensor& x, const Tensor& q) {
+  require(x.device() == q.device(), name, " must be on the device of q.");
 }
 
 // What launches: the caller's device is made current, whatever another copy of the runtime thinks is.
@@ -134,10 +138,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
           "cos_sin_cache must be fp32 or bf16.");
   const int64_t block_stride = cache_block_stride(k_cache, cache_block_size, fp8_scale != nullptr);
 
-  const auto device = q.device();
-  const auto require_here = [&](const char* name, const Tensor& x) {
-    require(x.device() == device, name, " must be on the device of q.");
-  };
+  const auto require_here = [&](const char* name, const Tensor& x) { require_device(name, x, q); };
   require_here("kv", kv);
   require_here("k_cache", k_cache);
   require_here("slot_mapping", slot_mapping);
@@ -183,6 +184,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.num_tokens = static_cast<uint32_t>(num_tokens);
   call.num_heads = static_cast<uint32_t>(num_heads);
   call.num_slots = static_cast<uint32_t>(num_slots);
+  call.num_rows = static_cast<uint32_t>(k_cache.size(0) * cache_block_size);
 
   on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_insert(call, stream); });
 }
@@ -204,12 +206,23 @@ void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor sl
   insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale);
 }
 
-// `[pages, page, 512]`; the Python side has checked shapes and dtypes.
+// `[pages, page, 512]`
 dsv4::Pool pool(const char* name, const Tensor& x, bool fp8) {
+  require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
+              x.scalar_type() == (fp8 ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16),
+          name, " must be [pages, page, 512] bf16 or float8_e4m3fn, as the other is, got ", shape(x), ".");
   const int64_t bytes = fp8 ? 1 : 2, page = x.stride(0) * bytes, row = x.stride(1) * bytes;
   require(page % 16 == 0 && row % 16 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, name,
           " must have rows that start at multiples of 16 bytes.");
-  return {x.data_ptr(), page, row, static_cast<int32_t>(x.size(1))};
+  const int64_t rows = std::min(x.size(0) * x.size(1), int64_t{1} << 31);
+  return {x.data_ptr(), page, row, static_cast<int32_t>(x.size(1)), static_cast<uint32_t>(rows)};
+}
+
+bool is_heads(const Tensor& x) { return x.dim() == 3 && x.size(2) == kHeadDim && x.stride(2) == 1; }
+
+void require_ints(const char* name, const Tensor& x, int64_t length) {
+  require(x.dim() == 1 && x.size(0) == length && x.is_contiguous() && x.scalar_type() == ScalarType::Int, name,
+          " must be [", length, "] int32, contiguous, got ", shape(x), ".");
 }
 
 void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Tensor topk_lens, Tensor visible,
@@ -219,9 +232,39 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
     return x.stride(0) * bytes % 16 == 0 && x.stride(1) * bytes % 16 == 0 &&
            reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
   };
+  require(is_heads(q) && (q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Float8_e4m3fn),
+          "q must be [tokens, heads, 512] bf16 or float8_e4m3fn, got ", shape(q), ".");
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  require(tokens < int64_t{1} << 24, "q has too many tokens: ", tokens, ".");
+  require_heads(heads);
+  require(is_heads(out) && out.size(0) == tokens && out.size(1) == heads && out.scalar_type() == ScalarType::BFloat16,
+          "out must be ", shape(q), " bf16, got ", shape(out), ".");
+  require(indices.dim() == 2 && indices.size(0) == tokens && indices.size(1) >= kWindow && indices.size(1) % 4 == 0 &&
+              indices.size(1) <= std::numeric_limits<int32_t>::max() && indices.stride(1) == 1 &&
+              indices.scalar_type() == ScalarType::Int,
+          "indices must be [", tokens, ", 128 or more, a multiple of 4] int32, got ", shape(indices), ".");
+  require_ints("topk_lens", topk_lens, tokens);
+  require_ints("visible", visible, tokens);
+  require(!sinks || (sinks->dim() == 1 && sinks->size(0) == heads && sinks->is_contiguous() &&
+                     sinks->scalar_type() == ScalarType::Float),
+          "sinks must be [", heads, "] fp32, contiguous.");
+  if (bmm1_tensor) require_scale("bmm1_scale", *bmm1_tensor);
+  if (bmm2_tensor) require_scale("bmm2_scale", *bmm2_tensor);
+  const auto require_here = [&](const char* name, const Tensor& x) { require_device(name, x, q); };
+  require_here("swa", swa);
+  require_here("compressed", compressed);
+  require_here("indices", indices);
+  require_here("topk_lens", topk_lens);
+  require_here("visible", visible);
+  require_here("out", out);
+  if (sinks) require_here("sinks", *sinks);
+  if (bmm1_tensor) require_here("bmm1_scale", *bmm1_tensor);
+  if (bmm2_tensor) require_here("bmm2_scale", *bmm2_tensor);
+
   dsv4::SparseMla call;
   call.q_is_fp8 = q.scalar_type() == ScalarType::Float8_e4m3fn;
   call.rows_are_fp8 = swa.scalar_type() == ScalarType::Float8_e4m3fn;
+  require(call.rows_are_fp8 || !call.q_is_fp8, "a float8_e4m3fn q needs float8_e4m3fn pools.");
   require(aligned(q, call.q_is_fp8 ? 1 : 2) && aligned(out, 2),
           "q and out must have heads that start at multiples of 16 bytes.");
   call.q = q.data_ptr();
@@ -239,17 +282,13 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   const auto floats = [](const std::optional<Tensor>& x) {
     return x ? static_cast<const float*>(x->data_ptr()) : nullptr;
   };
-  if (bmm1_tensor) require_scale("bmm1_scale", *bmm1_tensor);
-  if (bmm2_tensor) require_scale("bmm2_scale", *bmm2_tensor);
   call.sinks = floats(sinks);
   call.bmm1_tensor = floats(bmm1_tensor);
   call.bmm2_tensor = floats(bmm2_tensor);
   call.bmm1 = static_cast<float>(bmm1);
   call.bmm2 = static_cast<float>(bmm2);
-  require(q.size(0) < int64_t{1} << 24, "q has too many tokens: ", q.size(0), ".");
-  require_heads(q.size(1));
-  call.tokens = static_cast<int32_t>(q.size(0));
-  call.heads = static_cast<int32_t>(q.size(1));
+  call.tokens = static_cast<int32_t>(tokens);
+  call.heads = static_cast<int32_t>(heads);
   call.width = static_cast<int32_t>(indices.size(1));
 
   on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_sparse_mla_sm90(call, stream); });

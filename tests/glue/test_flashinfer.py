@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla, interface
 
 # Folders with a release each, installed by scripts/test.sh.
@@ -69,10 +70,11 @@ def test_gpus_that_do_not_fit(monkeypatch, capability):
 
 
 def test_provider_on_blackwell(monkeypatch):
-    pick = interface.pick_provider.__wrapped__
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 3))
+    pick = interface._pick_provider.__wrapped__
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 3))
     installed(monkeypatch, pair("0.6.14", "0.6.14"))
-    assert pick("cuda") == ("flashinfer", "FlashInfer has kernels for compute capability 10.3")
+    gpu = torch.device("cuda", 0)
+    assert pick(gpu) == ("flashinfer", "FlashInfer has kernels for compute capability 10.3")
     installed(monkeypatch, {})
-    name, why = pick("cuda")
+    name, why = pick(gpu)
     assert name == "triton" and "flashinfer-python is not installed" in why

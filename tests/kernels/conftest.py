@@ -30,6 +30,13 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def second_gpu() -> torch.device:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return torch.device("cuda", 1 - torch.cuda.current_device())
+
+
 @pytest.fixture(autouse=True)
 def give_memory_back(request):
     """After a test on the GPU: several processes share it, and pools of 2^31 elements stay in torch's cache."""

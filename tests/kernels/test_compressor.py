@@ -220,6 +220,40 @@ def test_negative_slots_write_nothing(ratio, fp8, device):
 
 
 @both_ratios
+@both_formats
+def test_slots_outside_the_cache_write_nothing(ratio, fp8, device):
+    """The next block is there, and is another's."""
+    case = Case(ratio, fp8, device, seed=2, spans=[(n * ratio - 1, 1) for n in (1, 2, 3, 4)])
+    case.kv_cache = case.kv_cache[:-1]
+    rows = case.kv_cache.shape[0] * case.kv_block_size
+    case.kv_slots[:4] = torch.tensor([rows, 0, rows + 1, 2])
+    arguments = case.arguments()
+    case.kv_slots[[0, 2]] = -1  # what is to be as if
+    case.arguments = lambda: arguments
+    assert list(case.check()) == [1, 3]
+
+
+def test_states_outside_the_cache_do_not_take_part(device):
+    """A block table's stale entry: the block behind the cache, and no memory at all."""
+    for fp8, stale in ((False, None), (True, 2**31 - 1), (True, -1)):
+        case = Case(4, fp8, device, seed=6, spans=((4, 4),))
+        if stale is None:  # the last block of the buffer, which is NaN
+            case.state_cache = case.state_cache[:-1]
+            assert int(case.block_table[0, 0]) != len(case.state_cache), "of this seed"
+            stale = len(case.state_cache)
+        assert case.block_table[0, 1] not in (stale, *STALE)
+        case.block_table[0, 0] = stale
+        case.states[0, :4, 1] = float("-inf")  # what is to be as if
+        assert list(case.check()) == [3]
+
+
+@pytest.mark.gpu
+@both_ratios
+def test_a_gpu_that_is_not_the_current_one(ratio, second_gpu):
+    Case(ratio, True, second_gpu, seed=2, spans=[(n * ratio - 1, 1) for n in (1, 2, 3)]).check()
+
+
+@both_ratios
 @pytest.mark.parametrize(
     "shortest", ["requests", "positions", "slots", "kv_slots"], ids=lambda name: f"short_{name}"
 )

@@ -174,7 +174,7 @@ class Case:
         untouched = torch.ones_like(storage, dtype=torch.bool)
         rows = {}
         for token, slot in enumerate(self.slots.tolist()):
-            if slot < 0:
+            if not 0 <= slot < self.cache.shape[0] * self.block_size:
                 continue
             start = slot // self.block_size * self.block_stride + slot % self.block_size * 512
             span = slice(start * self.itemsize, (start + 512) * self.itemsize)
@@ -274,6 +274,22 @@ def test_positions_written_just_before(operator, position_dtype, before, device)
 @pytest.mark.parametrize("slots", [0, 1, 9])
 def test_slot_mapping_shorter_than_q(operator, slots, device):
     check_against_definition(Case(operator, device, seed=slots, tokens=12, slots=slots))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_slots_outside_the_cache_write_nothing(operator, slot_dtype, device):
+    """The block behind the cache is there, and is another's."""
+    case = Case(operator, device, seed=5, index_dtypes=(slot_dtype, torch.int64))
+    case.cache = case.cache[:-1]
+    case.slots[:6] = torch.tensor([16, 3, 19, 15, 17, 18])
+    check_against_definition(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_gpu_that_is_not_the_current_one(operator, second_gpu):
+    check_against_definition(Case(operator, second_gpu, seed=1, heads=2))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

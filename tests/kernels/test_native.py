@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels import insert, native
+from dsv4_kernels import insert, interface, native
 from test_insert import BAD_ARGUMENTS, OPERATORS, Case
 
 REPO = Path(__file__).parents[2]
@@ -216,17 +216,49 @@ def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, mo
     monkeypatch.setattr(native, "_registered", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    native.load.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    native.load_for.cache_clear()
     try:
         with caplog.at_level(logging.INFO, native.logger.name):
             assert not native.load() and not native.load()
     finally:
-        native.load.cache_clear()
+        native.load_for.cache_clear()
     (record,) = caplog.records
     assert record.levelname == level and words in record.getMessage()
     assert "Triton serves" in record.getMessage() and str(path) in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch, caplog):
+    """A library for Hopper, beside a GPU of another kind: what runs where, and no operator without its code."""
+    path = tmp_path / "libdsv4_kernels.so"
+    path.write_bytes(library(FITS))
+    kinds = {"cuda:0": (8, 9), "cuda:1": (9, 0), "cuda:2": (10, 0)}
+    loaded, kept = [], []
+    monkeypatch.setattr(native, "LIBRARY", path)
+    monkeypatch.setattr(native, "_registered", lambda: bool(loaded))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(insert, "keep_triton", lambda: kept.append("insert"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability",
+        lambda device: kinds[f"cuda:{device}" if isinstance(device, int) else str(device)],
+    )  # fmt: skip
+    caches = native.load_for, interface._pick_provider
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        assert [native.load(torch.device(gpu)) for gpu in kinds] == [False, True, True]
+        assert [interface.pick_provider(gpu)[0] for gpu in kinds] == ["triton", "sm90", "triton"]
+        assert interface.pick_provider("cuda")[0] == "sm90"  # the current one
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert loaded == [str(path)] and kept == ["insert"]
+    assert "this GPU is sm_89" in caplog.text
 
 
 def test_the_library_at_hand_is_of_these_sources():
@@ -325,6 +357,7 @@ rows = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 pool, heads = rows(4, 64, 512), rows(2, 8, 512)
 good = [heads, pool, pool, ints(2, 192), ints(2), ints(2), heads, *none, 1.0, 1.0]
+e4m3, elsewhere = torch.float8_e4m3fn, lambda x: x.to("meta")
 for place, bad, message in (
     (0, rows(2, 129, 512), "q must have 1 to 128 heads, got 129."),
     (0, rows(2, 8, 513)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
@@ -333,6 +366,39 @@ for place, bad, message in (
     (6, rows(2, 8, 516)[..., :512], "q and out must have heads"),
     (8, torch.ones(2), "bmm1_scale must be"),
     (9, torch.ones(1).bfloat16(), "bmm2_scale must be"),
+    (0, rows(2, 512), "q must be [tokens, heads, 512]"),
+    (0, rows(2, 8, 256), "q must be [tokens, heads, 512]"),
+    (0, heads.float(), "q must be [tokens, heads, 512] bf16 or float8_e4m3fn"),
+    (0, rows(2, 512, 8).mT, "q must be [tokens, heads, 512]"),
+    (0, heads.to(e4m3), "a float8_e4m3fn q needs float8_e4m3fn pools"),
+    (1, rows(256, 512), "the SWA pool must be [pages, page, 512]"),
+    (1, rows(4, 64, 256), "the SWA pool must be [pages, page, 512]"),
+    (1, rows(4, 0, 512), "the SWA pool must be [pages, page, 512]"),
+    (1, pool.half(), "the SWA pool must be [pages, page, 512] bf16 or float8_e4m3fn"),
+    (2, pool.to(e4m3), "the compressed pool must be"),
+    (2, rows(4, 512, 64).mT, "the compressed pool must be"),
+    (3, ints(3, 192), "indices must be [2, 128 or more"),
+    (3, ints(2, 64), "indices must be [2, 128 or more"),
+    (3, ints(2, 130), "indices must be [2, 128 or more, a multiple of 4]"),
+    (3, ints(2, 192).long(), "indices must be [2, 128 or more, a multiple of 4] int32"),
+    (3, ints(192, 2).T, "indices must be [2, 128 or more"),
+    (4, ints(3), "topk_lens must be [2] int32"),
+    (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
+    (5, ints(2).long(), "visible must be [2] int32"),
+    (6, rows(2, 7, 512), "out must be [2, 8, 512] bf16"),
+    (6, heads.float(), "out must be [2, 8, 512] bf16"),
+    (7, torch.zeros(7), "sinks must be [8] fp32"),
+    (7, torch.zeros(8).bfloat16(), "sinks must be [8] fp32"),
+    (7, torch.zeros(16)[::2], "sinks must be [8] fp32, contiguous"),
+    (1, elsewhere(pool), "swa must be on the device of q"),
+    (2, elsewhere(pool), "compressed must be on the device of q"),
+    (3, elsewhere(ints(2, 192)), "indices must be on the device of q"),
+    (4, elsewhere(ints(2)), "topk_lens must be on the device of q"),
+    (5, elsewhere(ints(2)), "visible must be on the device of q"),
+    (6, elsewhere(heads), "out must be on the device of q"),
+    (7, elsewhere(torch.zeros(8)), "sinks must be on the device of q"),
+    (8, elsewhere(torch.ones(1)), "bmm1_scale must be on the device of q"),
+    (9, elsewhere(torch.ones(1)), "bmm2_scale must be on the device of q"),
     (0, good[0], "must be on a CUDA GPU"),
 ):
     try:
@@ -354,6 +420,31 @@ def test_bad_arguments_are_refused_without_a_gpu_too(built):
     assert done.stdout == f"{len(BAD_ARGUMENTS)} refused\n"
 
 
+KEEP = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import conftest, torch
+torch.ops.load_library(sys.argv[1])
+from dsv4_kernels import insert
+from test_insert import OPERATORS, Case, native_kernel
+insert.keep_triton()
+for operator in OPERATORS:
+    case = Case(operator, torch.device("cpu"))
+    native_kernel(operator)(*case.args())  # the library's refuses a tensor on the CPU
+    assert (case.storage != 0x5A).any()
+print("kept")
+"""
+
+
+@pytest.mark.slow
+def test_triton_keeps_the_operators_where_a_gpu_has_no_code(built):
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP, str(built), str(Path(__file__).parent)], capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.stdout == "kept\n", done.stderr
+
+
 @pytest.mark.slow
 def test_says_how_it_was_built(built):
     info = native.build_info(built)
@@ -366,6 +457,44 @@ def test_says_how_it_was_built(built):
         "archs": "90a",
         "sources": sources(),
     }
+
+
+HASH = """
+import hashlib, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import conftest, torch
+from dsv4_kernels import native
+native.LIBRARY = Path(sys.argv[1])
+from test_sparse_mla import BATCHES, BF16, E4M3, Case
+for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
+    for q_dtype, kv_dtype in ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3)):
+        dtypes = dict(q_dtype=q_dtype, kv_dtype=kv_dtype)
+        case = Case(torch.device("cuda"), tokens=tokens, heads=heads, width=640, **dtypes)
+        out = case.run("sm90").cpu()
+        assert out.isfinite().all() and out.any()
+        print(tokens, heads, q_dtype, kv_dtype, hashlib.sha256(out.view(torch.uint8).numpy()).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_waiting_for_all_products_changes_no_bit(built, tmp_path):
+    """DSV4_STRICT_WAIT: all warps wait for all `wgmma` that read operands before any is stored over."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    assert any(b"ifdef DSV4_STRICT_WAIT" in path.read_bytes() for path in CSRC.iterdir())
+    strict = tmp_path / "libdsv4_kernels.so"
+    done = build(strict, DSV4_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home(), NVCC_APPEND_FLAGS="-DDSV4_STRICT_WAIT")
+    assert done.returncode == 0, done.stderr
+
+    def bits(path):
+        program = [sys.executable, "-c", HASH, str(path), str(Path(__file__).parent)]
+        done = subprocess.run(program, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert bits(strict) == bits(built)
 
 
 @pytest.mark.slow

@@ -11,11 +11,38 @@ HERE = Path(__file__).parent
 # One process, since starting torch under the sanitizer takes most of the time. Other kernels are not looked at.
 PROGRAM = """
 import conftest, torch
-from test_sparse_mla import BATCHES, BF16, E4M3, TOLERANCE, Case, relative_error
-for tokens, heads in BATCHES:
-    for kv_dtype in (BF16, E4M3):
-        case = Case(torch.device("cuda"), tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=128 + 200, seed=1)
-        assert relative_error(case.run("sm90"), case.expected()) < TOLERANCE, (tokens, heads, kv_dtype)
+from test_sparse_mla import BATCHES, BF16, E4M3, TOLERANCE, Case, excess_error
+
+EVERY_KERNEL = [(5, 40), (16, 64), (90, 8), (100, 32), (140, 64), (270, 16)]
+
+def check(shapes, *dtypes, prepare=lambda case: None, **options):
+    for tokens, heads in shapes:
+        for q_dtype, kv_dtype in dtypes:
+            case = Case(torch.device("cuda"), tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype,
+                        **{"width": 128 + 200, "seed": 1} | options)
+            prepare(case)
+            out, expected = case.run("sm90"), case.expected()
+            fits = excess_error(out, expected) < TOLERANCE if expected.any() else not out.any()
+            assert fits, (tokens, heads, q_dtype, kv_dtype, options)
+
+def no_keys(case):
+    case.visible[::2] = 0
+    case.indices.fill_(-1)
+
+def one_query(case):  # strides of 0, which a tensor map cannot have
+    case.query = case.query[:1, :1].expand_as(case.query)
+
+def heads_first(case):  # nor a token stride below the head's
+    case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)
+
+bf16, mixed, e4m3 = (BF16, BF16), (BF16, E4M3), (E4M3, E4M3)
+check(BATCHES, bf16, mixed)
+check(EVERY_KERNEL, e4m3)
+check(EVERY_KERNEL, bf16, mixed, prepare=no_keys)
+check(EVERY_KERNEL, bf16, mixed, width=1152)
+check([(16, 64), (140, 64)], bf16, mixed, prepare=one_query)
+check([(16, 64), (140, 64)], bf16, mixed, prepare=heads_first)
+check([(600, 64), (1100, 32), (2100, 16)], bf16, mixed, width=128 + 64)  # outputs larger than half the L2 cache
 torch.cuda.synchronize()
 """
 

@@ -89,6 +89,21 @@ def test_table(device, query_lens, seq_lens, ratio, topk):
     assert (visible[padding] == 0).all() and (lens[padding] == 128).all() and (indices[padding] == 0).all()
 
 
+def test_picks_that_are_no_rows_are_missing(device):
+    """Stale picks among good ones, negative and beyond the rows that the token sees."""
+    batch = Batch(device, [1, 2], [300, 400], 4, 64)
+    garbage = torch.tensor([75, 100, 2**31 - 1, -(2**31), -2], dtype=torch.int32)  # position 299 sees rows 0 to 74
+    want = batch.build().indices.cpu()
+    batch.picked[0, 3:8] = garbage
+    want[0, 128 + 3 : 128 + 8] = -1
+    assert torch.equal(batch.build().indices.cpu(), want)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_not_the_current_one(second_gpu):
+    test_table(second_gpu, *CASES[1], 4, 64)
+
+
 def test_no_tokens(device):
     batch = Batch(device, [1], [5], 1)
     batch.tokens = 0

@@ -1,4 +1,5 @@
-"""Kernels for DeepSeek V4 over a full-width (512-wide, BF16 or per-tensor E4M3) KV cache.
+"""Kernels for DeepSeek V4 over a full-width (512-wide, BF16 or per-tensor E4M3) KV cache, and FlashMLA's sparse
+calls over the rows that vLLM's caches hold.
 
 Needs torch and triton, not vLLM: imports inside the package are relative, so that it can be tested alone
 and lands unchanged in `vllm/third_party/`.
@@ -11,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from . import insert, sm90  # noqa: E402, F401  (register torch.ops.dsv4_kernels.*)
 from .compressor import compress_norm_rope_store  # noqa: E402
+from .flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
 from .interface import MAX_HEADS, PROVIDERS, pick_provider, sparse_mla  # noqa: E402
 from .sparse_index import SparseIndexTable, build_sparse_index_table  # noqa: E402
 
@@ -20,6 +22,8 @@ __all__ = [
     "SparseIndexTable",
     "build_sparse_index_table",
     "compress_norm_rope_store",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
     "pick_provider",
     "sparse_mla",
 ]

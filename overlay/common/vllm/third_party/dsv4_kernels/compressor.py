@@ -31,11 +31,12 @@ _MAX_ROWS_PER_STEP = 16
 
 
 # Wide as the longest sequence allows: warm-up does not know it.
-@triton.jit(do_not_specialize=["block_table_stride"])
+@triton.jit(do_not_specialize=["block_table_stride", "state_blocks", "kv_rows"])
 def _compress_kernel(
     state_cache,
     state_block_stride,
     state_row_stride,
+    state_blocks,
     token_to_req_indices,
     positions,
     slot_mapping,
@@ -46,6 +47,7 @@ def _compress_kernel(
     kv_cache,
     kv_block_stride,
     kv_block_size,
+    kv_rows,
     kv_slot_mapping,
     rms_norm_weight,
     rms_norm_eps,
@@ -63,7 +65,7 @@ def _compress_kernel(
     slot = tl.load(slot_mapping + token)
     kv_slot = tl.load(kv_slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
-    if (slot < 0) | (kv_slot < 0) | ((position + 1) % RATIO != 0):
+    if (slot < 0) | (kv_slot < 0) | (kv_slot >= kv_rows) | ((position + 1) % RATIO != 0):
         return
 
     blocks = block_table + tl.load(token_to_req_indices + token).to(tl.int64) * block_table_stride
@@ -82,6 +84,7 @@ def _compress_kernel(
         block = tl.load(blocks + source_position // STATE_BLOCK_SIZE, mask=exists, other=0).to(
             tl.int64
         )
+        exists &= (block >= 0) & (block < state_blocks)
         state = (
             state_cache
             + block * state_block_stride
@@ -135,8 +138,8 @@ def compress_norm_rope_store(
 ) -> None:
     """Compress the windows that end in this batch, and store one 512-wide cache row for each.
 
-    A token ends a window if (position + 1) % compress_ratio == 0 and neither its slot nor its KV
-    slot is negative; all other tokens write nothing. The window is the last `compress_ratio`
+    A token ends a window if (position + 1) % compress_ratio == 0, its slot is not negative and its
+    KV slot is one of `kv_cache`; all other tokens write nothing. The window is the last `compress_ratio`
     tokens, or for ratio 4 the last 8, of which the older 4 give the first 512 channels of their
     state and the newer 4 the second 512. Tokens before position 0 do not take part. In fp32 (FMA
     contraction allowed):
@@ -157,7 +160,8 @@ def compress_norm_rope_store(
         slot_mapping: [tokens] int32 or int64, the token's slot in `state_cache`; only its sign is
             read.
         block_table: [requests, blocks] int32, the state blocks of a request. Only entries of blocks
-            that hold a token of a window are read; others may be stale.
+            that hold a token of a window are read; others may be stale. Tokens of a block outside
+            `state_cache` do not take part.
         cos_sin_cache: [max_position, 64] fp32 or bf16, 32 cosines, then 32 sines.
         kv_cache: [blocks, rows, 512] bf16, or with `fp8_scale` float8_e4m3fn or uint8; a singleton
             head dimension is allowed. Blocks may lie any distance apart.
@@ -219,27 +223,30 @@ def compress_norm_rope_store(
     if num_tokens == 0:
         return
 
-    _compress_kernel[(num_tokens,)](
-        state_cache,
-        state_cache.stride(0),
-        state_cache.stride(1),
-        token_to_req_indices,
-        positions,
-        slot_mapping,
-        block_table,
-        block_table.stride(0),
-        cos_sin_cache,
-        cos_sin_cache.stride(0),
-        kv_cache,
-        kv_cache.stride(0),
-        kv_block_size,
-        kv_slot_mapping,
-        rms_norm_weight,
-        rms_norm_eps,
-        fp8_scale,
-        RATIO=compress_ratio,
-        OVERLAP=overlap,
-        STATE_BLOCK_SIZE=state_cache.shape[1],
-        ROWS=min(_MAX_ROWS_PER_STEP, compress_ratio * (1 + overlap)),
-        num_warps=_NUM_WARPS,
-    )
+    with torch.cuda.device_of(state_cache):
+        _compress_kernel[(num_tokens,)](
+            state_cache,
+            state_cache.stride(0),
+            state_cache.stride(1),
+            state_cache.shape[0],
+            token_to_req_indices,
+            positions,
+            slot_mapping,
+            block_table,
+            block_table.stride(0),
+            cos_sin_cache,
+            cos_sin_cache.stride(0),
+            kv_cache,
+            kv_cache.stride(0),
+            kv_block_size,
+            kv_cache.shape[0] * kv_block_size,
+            kv_slot_mapping,
+            rms_norm_weight,
+            rms_norm_eps,
+            fp8_scale,
+            RATIO=compress_ratio,
+            OVERLAP=overlap,
+            STATE_BLOCK_SIZE=state_cache.shape[1],
+            ROWS=min(_MAX_ROWS_PER_STEP, compress_ratio * (1 + overlap)),
+            num_warps=_NUM_WARPS,
+        )

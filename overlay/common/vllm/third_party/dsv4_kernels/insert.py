@@ -14,8 +14,9 @@ Shapes, with N tokens, H in 1..128 heads and S <= N slots:
 - `k_cache` `cache_block_size` rows of 512 elements in each block, as [B, cache_block_size, 512],
   [B, cache_block_size * 512], or with one singleton head dimension. Blocks may lie any distance
   apart. BF16, or E4M3 as float8_e4m3fn or as uint8.
-- `slot_mapping` [S] int32 or int64, in units of cache rows: block * cache_block_size + row. A
-  negative slot writes nothing. Tokens from S on are padding: their Q is processed, their KV is not.
+- `slot_mapping` [S] int32 or int64, in units of cache rows: block * cache_block_size + row. A slot
+  outside the cache, be it negative or too large, writes nothing. Tokens from S on are padding:
+  their Q is processed, their KV is not.
 - `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`.
 - `cos_sin_cache` [max_position, 64] fp32 or bf16: 32 cosines, then 32 sines.
 - `fp8_scale` one fp32: what a stored E4M3 value is multiplied with to give the KV back.
@@ -100,7 +101,7 @@ def _sum_of_squares(low, high, ROWS: tl.constexpr):
 
 
 # The number of slots changes with every batch: no variant of the kernel for some of its values.
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "cache_rows"])
 def _insert_kernel(
     q,
     q_token_stride,
@@ -121,6 +122,7 @@ def _insert_kernel(
     q_fp8_scale_inv,
     eps,
     cache_block_size,
+    cache_rows,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -156,7 +158,7 @@ def _insert_kernel(
             tl.store(target + HALF_DIM, to_e4m3(high * scale_inv), mask=live)
     elif token < num_slots:
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        if slot >= 0:
+        if (slot >= 0) & (slot < cache_rows):
             source = kv + token * kv_stride + column
             low = tl.load(source).to(tl.float32)
             high = tl.load(source + HALF_DIM).to(tl.float32)
@@ -303,31 +305,33 @@ def _insert(
         return
 
     heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    _insert_kernel[(num_tokens * (triton.cdiv(num_heads, heads) + 1),)](
-        q,
-        q.stride(0),
-        q.stride(1),
-        q_out,
-        q_out.stride(0),
-        q_out.stride(1),
-        kv,
-        kv.stride(0),
-        k_cache,
-        k_cache.stride(0),
-        slot_mapping,
-        num_slots,
-        position_ids,
-        cos_sin_cache,
-        cos_sin_cache.stride(0),
-        fp8_scale,
-        q_fp8_scale_inv,
-        eps,
-        cache_block_size,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        num_warps=heads,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(q):
+        _insert_kernel[(num_tokens * (triton.cdiv(num_heads, heads) + 1),)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            q_out,
+            q_out.stride(0),
+            q_out.stride(1),
+            kv,
+            kv.stride(0),
+            k_cache,
+            k_cache.stride(0),
+            slot_mapping,
+            num_slots,
+            position_ids,
+            cos_sin_cache,
+            cos_sin_cache.stride(0),
+            fp8_scale,
+            q_fp8_scale_inv,
+            eps,
+            cache_block_size,
+            k_cache.shape[0] * cache_block_size,
+            NUM_HEADS=num_heads,
+            HEADS=heads,
+            num_warps=heads,
+            enable_fp_fusion=False,
+        )
 
 
 def full_cache_bf16_insert(
@@ -432,7 +436,7 @@ _library = torch.library.Library("dsv4_kernels", "FRAGMENT")
 def _serve(function, *args) -> None:
     """The kernel for all backends: `function`, unless the native kernel only waited to be loaded."""
     # Not loaded when this module is: which GPU there is cannot be asked without initialising CUDA.
-    if args[0].is_cuda and native.load():
+    if args[0].is_cuda and native.load(args[0].device):
         getattr(torch.ops.dsv4_kernels, function.__name__)(*args)
     else:
         function(*args)
@@ -449,6 +453,12 @@ def _register() -> None:
         torch.library.register_fake(
             f"dsv4_kernels::{name}", lambda *args, **kwargs: None, lib=_library
         )
+
+
+def keep_triton() -> None:
+    """Let Triton serve every GPU although the native library is loaded; the bits are the same."""
+    for function in _OPERATORS:
+        _library.impl(function.__name__, function, "CUDA", allow_override=True)
 
 
 _register()

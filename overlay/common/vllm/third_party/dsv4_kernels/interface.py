@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention import KeyPool, SparseAttention
+from .row_formats import BF16, E4M3
+
 HEAD_DIM = 512
 SWA_COLUMNS = 128
 MAX_HEADS = 128
@@ -58,6 +61,24 @@ class SparseMLACall:
         """
         return _visible_tokens(self.seq_lens, self.cum_seq_lens_q, self.query.shape[0], self.q_len)
 
+    @property
+    def attention(self) -> SparseAttention:
+        """The call as providers of any rows take it."""
+        rows = E4M3 if self.swa_pool.dtype == torch.float8_e4m3fn else BF16
+        window, compressed = self.indices[:, :SWA_COLUMNS], self.indices[:, SWA_COLUMNS:]
+        return SparseAttention(
+            query=self.query,
+            pools=(
+                KeyPool(self.swa_pool, rows, window, self.visible),
+                KeyPool(self.compressed_pool, rows, compressed, self.topk_lens, SWA_COLUMNS),
+            ),
+            out=self.out,
+            scale=self.bmm1_scale,
+            out_scale=self.bmm2_scale,
+            sinks=self.sinks,
+            visible=self.visible,
+        )
+
 
 _valid: set[tuple] = set()
 
@@ -95,6 +116,9 @@ def sparse_mla(
         s_j   = bmm1_scale * <q, row_j>
         out   = bmm2_scale * sum_j exp(s_j) row_j / (sum_j exp(s_j) + exp(sink_h))
 
+    in float32, where `<q, row_j>` and `s_j` have to stay below 2^128 in magnitude: beyond it, a score that
+    overflows is infinite, and the head's output 0 or NaN. A NaN in q makes the head's output NaN.
+
     Args:
         query: `[batch, q_len, heads, 512]`, or `[sum_q, heads, 512]` together with `cum_seq_lens_q` and
             `max_q_len`. BF16 or E4M3 (over E4M3 pools), 1 to 128 heads, last dimension contiguous.
@@ -102,8 +126,9 @@ def sparse_mla(
             BF16 or E4M3; rows contiguous, any stride between pages.
         workspace_buffer: FlashInfer's scratch; every provider here, FlashInfer's too, allocates its own: None.
         sparse_indices: int32 `[sum_q, width]`, `width >= 128` and a multiple of 4, flat rows of the pools:
-            columns 0-127 index the SWA pool, columns from 128 on the compressed pool. A negative entry is
-            never read; entries past the lengths may be stale.
+            columns 0-127 index the SWA pool, columns from 128 on the compressed pool. An entry outside its pool
+            (negative, or `>= pages * page`) is a missing row: no key, never read. Entries past the lengths may
+            be stale. "flashinfer" alone has no missing rows: within the lengths, its entries must be in the pool.
         compressed_kv_cache: pool of the columns from 128 on, same dtype as the SWA pool; its page size may
             differ. None (or the SWA pool) for a layer that has the window only.
         sparse_topk_lens: int32 `[sum_q]`, **including the fixed 128**: `128 + compressed keys`.
@@ -143,7 +168,7 @@ def sparse_mla(
         _validate(*tensors, kv_layout, max_q_len)
         _validate_scales(scales, query.device)
         remember(_valid, signature)
-    name = provider or pick_provider(query.device.type)[0]
+    name = provider or pick_provider(query.device)[0]
     if name not in PROVIDERS:
         raise ValueError(f"sparse_mla has no provider {name!r}; it has {', '.join(PROVIDERS)}.")
     heads = query.shape[-2]
@@ -164,7 +189,8 @@ def sparse_mla(
         signature=signature,
     )
     if call.query.shape[0]:
-        _load_provider(name)(call)
+        with torch.cuda.device_of(query):  # Triton launches on the current one
+            _load_provider(name)(call)
     return out
 
 
@@ -182,13 +208,20 @@ def _load_provider(name: str) -> Callable[[SparseMLACall], None]:
     return run
 
 
+def pick_provider(device: torch.device | str) -> tuple[str, str]:
+    """The provider for tensors on `device`, and the reason in words for the log; "cuda" is the current GPU."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _pick_provider(device)
+
+
 @functools.cache
-def pick_provider(device_type: str) -> tuple[str, str]:
-    """The provider for tensors on `device_type` ("cuda", "cpu"), and the reason in words for the log."""
-    if device_type == "cuda":
+def _pick_provider(device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
         from . import flashinfer_sparse_mla, sm90
 
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(device)
         if sm90.serves(capability):
             return "sm90", "the native library has kernels for compute capability 9.0"
         if capability in flashinfer_sparse_mla.CAPABILITIES:
@@ -198,7 +231,7 @@ def pick_provider(device_type: str) -> tuple[str, str]:
             return "triton", f"FlashInfer cannot serve: {problem}"
         problem = sm90.misfit(capability) or "it cannot be loaded"
         return "triton", f"the native library does not serve: {problem}"
-    return "reference", f"the Triton kernels need a GPU and the tensors are on {device_type}"
+    return "reference", f"the Triton kernels need a GPU and the tensors are on {device.type}"
 
 
 def _validate(

@@ -25,20 +25,27 @@ _BUILD = re.compile(rb"dsv4_kernels_build (\{[^\0]*\})\0")
 _REBUILD = "rebuild it with scripts/build-kernels.sh"
 
 
-@functools.cache
-def load() -> bool:
-    """Whether the native operators serve this process; loads the library if need be.
+def load(device: torch.device | None = None) -> bool:
+    """Whether the native operators serve `device`, by default the current GPU; loads the library if need be.
 
-    Asks for the current GPU, so it initialises CUDA. The operators call it when they are first used;
-    a program that captures CUDA graphs or times its first call should do so earlier.
+    Initialises CUDA. The operators call it when they are first used; a program that captures CUDA graphs or
+    times its first call should do so earlier.
     """
-    if _registered():  # by this package under its other name
-        return True
+    return load_for(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
+
+
+@functools.cache
+def load_for(capability: tuple[int, int] | None) -> bool:
+    """`load` for GPUs of this compute capability, of which a process may see several."""
+    registered = _registered()  # for GPUs of another kind, or by this package under its other name
     if not LIBRARY.exists():
-        logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)
-        return False
-    problem = misfit(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
-    if problem is None:
+        if not registered:
+            logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)
+        return registered
+    if registered and capability is None:
+        return True
+    problem = misfit(capability)
+    if problem is None and not registered:
         try:
             torch.ops.load_library(str(LIBRARY))
             if not _registered():
@@ -48,6 +55,11 @@ def load() -> bool:
     if problem is not None:
         logger.warning("%s is not used: %s. Triton serves.", LIBRARY, problem)
         return False
+    if not registered and any(misfit(other) for other in _visible()):
+        # torch asks the operators' CUDA kernels for every GPU, and on some of these they have no code.
+        from . import insert
+
+        insert.keep_triton()
     build = build_info(LIBRARY)
     logger.info(
         "Native kernels serve (%s, CUDA %s, sm %s).", LIBRARY, build["cuda"], build["archs"]
@@ -114,6 +126,11 @@ def refusal(
             f"DSV4_CUDA_ARCHS={needed}"
         )
     return None
+
+
+def _visible() -> list[tuple[int, int]]:
+    """Compute capabilities of the GPUs that this process sees."""
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
 def _registered() -> bool:

@@ -30,7 +30,7 @@ def misfit(capability: tuple[int, int] | None) -> str | None:
 
 def serves(capability: tuple[int, int] | None) -> bool:
     """Whether the kernels are there for a GPU of this compute capability; loads the library if need be."""
-    return capability == (9, 0) and native.load()
+    return capability == (9, 0) and native.load_for(capability)
 
 
 @functools.cache

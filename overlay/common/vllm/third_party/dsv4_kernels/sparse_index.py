@@ -62,7 +62,8 @@ def build_sparse_index_table(
         compressed_block_table: int32 `[requests, blocks]`; a block holds `compressed_block_size` rows.
         compressed_width: the most compressed keys a token can have; sets the table's width.
         topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows counted within the
-            request, valid ones first; None takes every compressed row in order.
+            request, valid ones first; None takes every compressed row in order. What is not a row so far, be it
+            negative or too large, becomes -1.
 
     Raises:
         ValueError: elements of a vector, or of a row of a table, do not lie together; `topk_indices` or the
@@ -88,28 +89,29 @@ def build_sparse_index_table(
     visible = torch.empty(num_tokens, dtype=torch.int32, device=device)
     if num_tokens:
         has_compressed = compressed_block_table is not None
-        _build_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
-            indices,
-            lens,
-            visible,
-            token_to_request,
-            is_valid_token,
-            query_start_loc,
-            seq_lens,
-            swa_block_table,
-            swa_block_table.stride(0),
-            swa_block_size,
-            compressed_block_table,
-            compressed_block_table.stride(0) if has_compressed else 0,
-            compressed_block_size,
-            topk_indices,
-            topk_indices.stride(0) if topk_indices is not None else 0,
-            width,
-            compressed_width,
-            COMPRESS_RATIO=compress_ratio,
-            BLOCK=_BLOCK,
-            num_warps=1,
-        )
+        with torch.cuda.device_of(seq_lens):
+            _build_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+                indices,
+                lens,
+                visible,
+                token_to_request,
+                is_valid_token,
+                query_start_loc,
+                seq_lens,
+                swa_block_table,
+                swa_block_table.stride(0),
+                swa_block_size,
+                compressed_block_table,
+                compressed_block_table.stride(0) if has_compressed else 0,
+                compressed_block_size,
+                topk_indices,
+                topk_indices.stride(0) if topk_indices is not None else 0,
+                width,
+                compressed_width,
+                COMPRESS_RATIO=compress_ratio,
+                BLOCK=_BLOCK,
+                num_warps=1,
+            )
     return SparseIndexTable(indices, lens, visible)
 
 
@@ -170,11 +172,12 @@ def _build_kernel(
         tl.store(visible_ptr + token, visible)
     elif compressed_block_table_ptr is not None:
         offset = (part - 1) * BLOCK + tl.arange(0, BLOCK)
-        active = offset < tl.minimum(visible // COMPRESS_RATIO, compressed_width)
+        so_far = visible // COMPRESS_RATIO
+        active = offset < tl.minimum(so_far, compressed_width)
         local = offset
         if topk_ptr is not None:
             local = tl.load(topk_ptr + token * topk_stride + offset, mask=active, other=-1)
-            active &= local >= 0
+            active &= (local >= 0) & (local < so_far)
         block = tl.load(
             compressed_block_table_ptr + request * compressed_block_table_stride + local // compressed_block_size,
             mask=active,

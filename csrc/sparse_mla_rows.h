@@ -1,0 +1,56 @@
+// Sparse MLA over rows as vLLM's caches hold them (sparse_mla_mma.cu), behind FlashMLA's two calls; free of torch.
+#pragma once
+
+#include "sparse_mla_sm90.h"
+
+namespace dsv4 {
+
+// How a row's bytes become a key and a value. Values are the first 512 dimensions of the key.
+enum class RowFormat : int32_t {
+  kE4M3,   // 512 bytes: 512 E4M3
+  kBf16,   // 1024: 512 BF16
+  kV4,     // 584: 448 E4M3 and 64 BF16; a page's rows, then 8 bytes for each: 7 UE8M0 scales of 64 values, 1 unused
+  kV32,    // 656: 512 E4M3, 4 float32 scales of 128 values, 64 BF16
+  kBf576,  // 1152: 576 BF16
+};
+
+// The keys of a token that are in one pool. Token t has `lengths[t / tokens_per_length] - offset` of them, or `width`,
+// and `width` at most: the rows that its first indices name.
+struct KeySource {
+  Pool pool;
+  const int32_t* indices;
+  int64_t indices_stride;
+  const int32_t* lengths;  // or null
+  int32_t offset, width;
+};
+
+// One call. Strides are in elements, but for those of pools. `out` is BF16, [tokens, heads, 512].
+struct SparseMlaRows {
+  RowFormat format;
+  const void* q;  // BF16 or, with kE4M3, E4M3; [tokens, heads, 512 or 576]
+  int64_t q_token_stride, q_head_stride;
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  KeySource sources[2];
+  Divisor tokens_per_length;
+  bool second_needs_first;   // a token whose first length is not above 0 has no keys at all
+  const float* sinks;        // [heads], or null
+  const float* bmm1_tensor;  // or null, and then the value below counts
+  const float* bmm2_tensor;
+  float bmm1, bmm2;
+  // [tokens, heads], natural logarithm of the sum of exp(score), +inf without keys; the largest score, -inf without
+  // keys. Both, only lse, or none: null.
+  float *lse, *max_logits;
+  int32_t tokens, heads;
+  bool q_is_fp8;
+  bool keep_outputs = false;  // in the L2 cache
+};
+
+// Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
+cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
+
+// 16 heads an item; `paired` (not of BF16 rows; one split) for two items at a time on an SM; 1 to 8 blocks share a
+// token's keys.
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
+
+}  // namespace dsv4

@@ -1,0 +1,67 @@
+"""The Triton kernel of attention compiles for every GPU that is served and fits its shared memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dsv4_kernels import triton_sparse_mla
+
+# KiB of shared memory that a program can have: CUDA C++ Programming Guide, table of compute capabilities.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+arch = int(sys.argv[2])
+from dsv4_kernels import triton_sparse_mla
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+kernel = triton_sparse_mla._attend_kernel
+
+def type_of(name, rows, query):
+    if name.isupper():
+        return "constexpr"
+    if name in ("scale", "out_scale"):
+        return "fp32"
+    if not name.endswith("_ptr"):
+        return "i32"
+    if name == "q_ptr":
+        return "*" + query
+    if name.startswith("cache"):
+        return "*bf16" if rows == "bf16" else "*u8"
+    if name == "out_ptr":
+        return "*bf16"
+    integers = ("indices", "lengths", "visible")
+    return "*i32" if name.startswith(integers) else "*fp32"
+
+for rows, head_dim, query in (("bf16", 512, "bf16"), ("bf16", 576, "bf16"), ("e4m3", 512, "bf16"),
+                              ("e4m3", 512, "u8"), ("v4", 512, "bf16"), ("v32", 576, "bf16")):
+    for heads in (16, 64):
+        block_h, block_n, warps = triton_sparse_mla._tile(heads, rows, head_dim)
+        types = {name: type_of(name, rows, query) for name in kernel.arg_names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
+                   if type[0] == "*" or "stride" in name}
+        constants = dict(FORMAT=rows, HEAD_DIM=head_dim, BASES=(0, 0), SCALE_TENSORS=(False, False),
+                         HARDWARE_E4M3=arch >= 89, WHOLE=False, BLOCK_H=block_h, BLOCK_N=block_n)
+        compiled = compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", arch, 32),
+                           options=dict(num_warps=warps, num_stages=2))
+        print(rows, head_dim, query, heads, compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize(
+    "arch", [arch if arch == 80 else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY]
+)
+def test_attention_compiles(arch, tmp_path):
+    package = Path(triton_sparse_mla.__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(package), str(arch)], capture_output=True, text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [line.split() for line in done.stdout.splitlines()]
+    assert len(kernels) == 12
+    assert all(int(shared) <= SHARED_MEMORY[arch] * 1024 for *_, shared in kernels), done.stdout

@@ -1,0 +1,476 @@
+"""FlashMLA's two calls over every row format, against float64 over rows that the harness packs byte by byte."""
+
+import math
+
+import pytest
+import torch
+from dsv4_kernels import flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
+from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error
+
+FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones
+PACKED = FORMATS[:2]
+GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
+
+
+@pytest.fixture(params=flash_mla.PROVIDERS)
+def provider(request):
+    return request.param
+
+
+@pytest.fixture(params=FORMATS)
+def rows(request):
+    return request.param
+
+
+def random_e4m3(gen, *shape):
+    return torch.randn(shape, generator=gen).to(E4M3)
+
+
+class Cache:
+    """Blocks of random rows with bytes of ones, which are NaN in every format, between and behind them.
+
+    `cache` is as the calls take it, and its blocks do not lie side by side; `keys` are its rows in float64.
+    """
+
+    def __init__(self, rows, blocks, block_size, gen, magnitude):
+        count = blocks * block_size
+        rope = (torch.randn(count, 64, generator=gen) * magnitude).to(BF16)
+        if rows == "584":
+            nope = random_e4m3(gen, count, 448)
+            scales = torch.randint(122, 129, (count, 7), generator=gen) + round(math.log2(magnitude))
+            keys = nope.double() * torch.exp2(scales.double() - 127).repeat_interleave(64, 1)
+            values = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], 1)
+            scales = torch.nn.functional.pad(scales.to(torch.uint8), (0, 1), value=255)
+            packed = torch.cat([x.view(blocks, -1) for x in (values, scales)], 1)
+            stride = -(-packed.shape[1] // 576) * 576 + 576
+        elif rows == "656":
+            nope = random_e4m3(gen, count, 512)
+            scales = (torch.rand(count, 4, generator=gen) + 0.1) * magnitude
+            keys = nope.double() * scales.double().repeat_interleave(128, 1)
+            packed = torch.cat([x.view(torch.uint8) for x in (nope, scales, rope)], 1).view(blocks, -1)
+            stride = packed.shape[1] + 656
+        else:
+            nope = (torch.randn(count, int(rows) - 64, generator=gen) * magnitude).to(BF16)
+            keys = nope.double()
+            packed = torch.cat([nope, rope], 1).view(torch.uint8).view(blocks, -1)
+            stride = packed.shape[1]
+        self.keys = torch.cat([keys, rope.double()], 1)
+        self.rows, self.blocks, self.block_size = rows, blocks, block_size
+        self.storage = torch.full((blocks + 1, stride), 255, dtype=torch.uint8)
+        self.storage[:blocks, : packed.shape[1]] = packed
+
+    def poison(self, used):
+        """Make every row that is not among `used` NaN."""
+        unused = torch.ones(self.blocks * self.block_size, dtype=torch.bool)
+        unused[used] = False
+        for row in unused.nonzero().flatten().tolist():
+            block, row = self.storage[row // self.block_size], row % self.block_size
+            if self.rows == "584":
+                block[row * 576 : (row + 1) * 576] = 255
+                block[self.block_size * 576 + row * 8 :][:8] = 255
+            else:
+                width = 656 if self.rows == "656" else int(self.rows) * 2
+                block[row * width : (row + 1) * width] = 255
+
+    def on(self, device, dtype=torch.uint8):
+        storage = self.storage.to(device)
+        if self.rows not in PACKED:
+            width = int(self.rows)
+            return storage.view(BF16).view(-1, 1, width)[: self.blocks * self.block_size]
+        width = int(self.rows)
+        shape = (self.blocks, self.block_size, 1, width)
+        return storage.as_strided(shape, (storage.shape[1], width, width, 1)).view(dtype)
+
+
+class Case:
+    """A call of either function, and what it is to give in float64; indices and lengths may be changed before."""
+
+    def __init__(self, rows, device, *, batch=3, q_len=1, heads=8, columns=70, extra=None, sinks=True, seed=0,
+                 block_size=8, magnitude=1.0, scale=0.1):  # fmt: skip
+        gen = torch.Generator().manual_seed(seed)
+        self.rows, self.device, self.scale, self.gen = rows, device, scale, gen
+        self.dim = 576 if rows in ("656", "576") else 512
+        self.query = torch.randn(batch, q_len, heads, self.dim, generator=gen).to(BF16)
+        self.sinks = torch.randn(heads, generator=gen) if sinks else None
+        self.pools = []
+        for width, size in ((columns, block_size), (extra, 2 * block_size + 1))[: 1 if extra is None else 2]:
+            cache = Cache(rows, 13, size, gen, magnitude)
+            # A half of the rows is nobody's.
+            mine = torch.randperm(13 * size, generator=gen)[: 13 * size // 2].int()
+            indices = mine[torch.randint(0, len(mine), (batch, q_len, width), generator=gen)]
+            lengths = torch.randint(0, width + 1, (batch,), generator=gen).int()
+            self.pools.append([cache, indices, lengths])
+
+    def active(self, number):
+        """[batch, q_len, columns] bool."""
+        cache, indices, lengths = self.pools[number]
+        found = (indices >= 0) & (indices < len(cache.keys))
+        if lengths is not None:
+            found &= torch.arange(indices.shape[2]) < lengths[:, None, None]
+        return found
+
+    def expected(self):
+        """out, lse and max_logits, float64 [batch, q_len, heads, ...]."""
+        shape = self.query.shape[:3]
+        out = torch.zeros(*shape, 512, dtype=torch.float64)
+        lse, top = (torch.full(shape, math.inf * sign, dtype=torch.float64) for sign in (1, -1))
+        for b in range(shape[0]):
+            for i in range(shape[1]):
+                keys = torch.cat(
+                    [cache.keys[indices[b, i, self.active(n)[b, i]].long()]
+                     for n, (cache, indices, _) in enumerate(self.pools)]
+                )  # fmt: skip
+                if len(keys):
+                    scores = self.scale * self.query[b, i].double() @ keys.T
+                    lse[b, i], top[b, i] = scores.logsumexp(1), scores.amax(1)
+                    out[b, i] = scores.softmax(1) @ keys[:, :512]
+                    if self.sinks is not None:
+                        out[b, i] *= torch.sigmoid(lse[b, i] - self.sinks.double())[:, None]
+        return out, lse, top
+
+    def run(self, provider, *, query=None, out=None, dtype=torch.uint8):
+        """out, lse and max_logits (None of decode) as `expected` has them; the result is written over NaN."""
+        for number, (cache, indices, _) in enumerate(self.pools):
+            cache.poison(indices[self.active(number)].long())
+        to = lambda x: None if x is None else x.to(self.device)  # noqa: E731
+        query = to(self.query) if query is None else query
+        if out is None:
+            out = torch.full((*query.shape[:3], 512), math.nan, dtype=BF16, device=self.device)
+        if self.rows in PACKED:
+            names = ("k_cache", "indices", "topk_length"), (
+                "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")  # fmt: skip
+            pools = {
+                name: value
+                for keys, (cache, indices, lengths) in zip(names, self.pools, strict=False)
+                for name, value in zip(keys, (cache.on(self.device, dtype), to(indices), to(lengths)), strict=True)
+            }
+            found, lse = flash_mla_with_kvcache(
+                query, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=object(),
+                softmax_scale=self.scale, is_fp8_kvcache=True, attn_sink=to(self.sinks), out=out,
+                provider=provider, **pools,
+            )  # fmt: skip
+            assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
+            lse, top = lse.transpose(1, 2), None
+        else:
+            (cache, indices, lengths), q_len = self.pools[0], query.shape[1]
+            if lengths is not None:
+                lengths = to(lengths.repeat_interleave(q_len))
+            found, top, lse = flash_mla_sparse_fwd(
+                query.flatten(0, 1), cache.on(self.device), to(indices).flatten(0, 1)[:, None], self.scale,
+                attn_sink=to(self.sinks), topk_length=lengths, out=out.flatten(0, 1), provider=provider,
+            )  # fmt: skip
+            found, lse, top = (x.unflatten(0, query.shape[:2]) for x in (found, lse, top))
+        assert found.data_ptr() == out.data_ptr()
+        return out, lse, top
+
+    def check(self, provider, **options):
+        out, lse, top = self.run(provider, **options)
+        want, want_lse, want_top = self.expected()
+        assert not out.isnan().any() and (want.any() or not out.any())
+        if want.any():
+            assert excess_error(out, want) < TOLERANCE
+        for found, exact in ((lse, want_lse), (top, want_top)):
+            if found is not None:
+                assert found.dtype == torch.float32
+                torch.testing.assert_close(found.cpu().double(), exact, rtol=2e-6, atol=2e-5)
+        return out
+
+
+SHAPES = [(1, 64), (5, 40), (40, 32), (140, 64), (140, 128), (300, 16)]
+ON_GPU = [pytest.param(*shape, marks=pytest.mark.gpu) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 33, 128])
+def test_heads(device, provider, rows, heads):
+    Case(rows, device, heads=heads, batch=2, seed=heads).check(provider)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads", SHAPES)
+def test_batches(device, provider, rows, batch, heads):
+    """The columns of V3.2, and of V4's C4A layers."""
+    extra = {"584": 512}.get(rows)
+    case = Case(rows, device, batch=batch, heads=heads, columns=128 if extra else 2048, extra=extra, seed=batch)
+    case.check(provider)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("extra", [1, 40, 130])
+def test_two_caches(device, provider, packed, extra):
+    """Their block sizes, strides and columns differ."""
+    Case(packed, device, extra=extra, seed=extra).check(provider)
+
+
+@pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
+def test_garbage_among_the_indices(device, provider, rows, batch, heads):
+    """What is outside the cache is missing: the block behind it is NaN, and far away is no memory."""
+    case = Case(rows, device, batch=batch, heads=heads, columns=300, extra=20 if rows in PACKED else None, seed=2)
+    for cache, indices, _ in case.pools:
+        stale = torch.tensor([*GARBAGE, len(cache.keys), len(cache.keys) + 3], dtype=torch.int32)
+        places = torch.rand(indices.shape, generator=case.gen) < 0.4
+        indices[places] = stale[torch.randint(0, len(stale), (int(places.sum()),), generator=case.gen)]
+        indices[1, ...] = len(cache.keys)
+        indices[2, :, :64] = 2**31 - 1
+    case.check(provider)
+
+
+@pytest.mark.parametrize("extra", [None, 50])
+def test_lengths(device, provider, rows, extra):
+    """None, one, all but one, all; fewer than none and more than all; the indices behind them are stale."""
+    if extra and rows not in PACKED:
+        pytest.skip("one cache only")
+    case = Case(rows, device, batch=7, columns=70, extra=extra, seed=3)
+    for number, (cache, indices, lengths) in enumerate(case.pools):
+        width = indices.shape[2]
+        lengths[:] = torch.tensor([0, 1, width - 1, width, -5, width + 9, 0])
+        if number:
+            lengths[:2] = torch.tensor([width, 0])
+        indices[~case.active(number)] = len(cache.keys)
+    out = case.check(provider)
+    assert not out[4].any() and not out[6].any()
+
+
+def test_without_lengths_and_sinks(device, provider, rows):
+    case = Case(rows, device, sinks=False, extra=9 if rows in PACKED else None, seed=4)
+    for pool in case.pools:
+        pool[2] = None
+    case.check(provider)
+
+
+@pytest.mark.parametrize("sink", [5.0, -math.inf, math.inf])
+def test_sinks(device, provider, rows, sink):
+    """Of +inf the output is 0, of -inf as without; lse and max_logits have none. One token has no key."""
+    case = Case(rows, device, seed=5)
+    case.sinks[::2] = sink
+    case.pools[0][2][0] = 0
+    case.check(provider)
+
+
+def test_several_queries_a_request(device, provider, rows):
+    """Lengths are of requests, indices of queries."""
+    Case(rows, device, batch=3, q_len=3, extra=20 if rows in PACKED else None, seed=6).check(provider)
+
+
+@pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
+def test_strided_query_and_out(device, provider, rows, batch, heads):
+    """Heads sliced out of padded buffers, which vLLM hands over; nothing is written beside them."""
+    case = Case(rows, device, batch=batch, heads=heads, seed=7)
+    padded = torch.full((batch, 1, heads + 5, case.dim + 8), math.nan, dtype=BF16, device=device)
+    padded[:, :, :heads, : case.dim] = case.query.to(device)
+    out = torch.full((batch, 1, heads + 5, 520), 7.0, dtype=BF16, device=device)
+    case.check(provider, query=padded[:, :, :heads, : case.dim], out=out[:, :, :heads, :512])
+    assert (out[:, :, heads:] == 7).all() and (out[..., 512:] == 7).all()
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_outputs_that_cannot_be_flattened(device, provider, packed):
+    case = Case(packed, device, batch=2, q_len=2, seed=8)
+    out = torch.full((2, 3, 8, 512), 7.0, dtype=BF16, device=device)
+    case.check(provider, out=out[:, :2])
+    assert (out[:, 2] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3])
+@pytest.mark.parametrize("packed", PACKED)
+def test_names_for_bytes(device, provider, packed, dtype):
+    Case(packed, device, seed=9).check(provider, dtype=dtype)
+
+
+@pytest.mark.parametrize("magnitude, scale", [(2.0**-10, 200.0), (2.0**10, 1e-4), (1.0, 3.0)])
+def test_large_and_small_rows_and_scores(device, provider, rows, magnitude, scale):
+    """Scales far from 1, and scores hundreds apart: FlashMLA rounds values times float32 scales to BF16."""
+    Case(rows, device, heads=16, magnitude=magnitude, scale=scale, seed=10).check(provider)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_splits_agree_with_the_definition(device, monkeypatch, rows, splits):
+    monkeypatch.setattr(triton_sparse_mla, "_num_splits", lambda *_: splits)
+    Case(rows, device, extra=100 if rows in PACKED else None, columns=130, seed=11).check("triton")
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_e4m3_by_integers(device, monkeypatch, packed):
+    """What GPUs before compute capability 8.9 do."""
+    monkeypatch.setattr(triton_sparse_mla, "_converts_e4m3", lambda device: False)
+    Case(packed, device, seed=12).check("triton")
+
+
+def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows):
+    """The row is NaN in one dimension: so are the scores of its token, and no other token's."""
+    case = Case(rows, device, seed=13)
+    cache, indices, lengths = case.pools[0]
+    lengths[:] = 70
+    indices[1:][indices[1:] == indices[0, 0, 0]] = -1
+    on = cache.on
+    row = int(indices[0, 0, 0])
+
+    def spoiled(*args):
+        tensor = on(*args)
+        if rows in PACKED:  # the byte of dimension 5
+            at = row // 8 * tensor.stride(0) + row % 8 * (576 if rows == "584" else 656) + 5
+            tensor.view(torch.uint8).as_strided((1,), (1,), at).fill_(127)
+        else:
+            tensor[row, 0, 5] = math.nan
+        return tensor
+
+    cache.on = spoiled
+    out, lse, _ = case.run(provider)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert not out[1:].isnan().any()
+
+
+@pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
+def test_same_bits_every_time(device, rows, batch, heads):
+    case = Case(rows, device, batch=batch, heads=heads, columns=500, seed=14)
+    first = case.run("triton")
+    for _ in range(3 if device.type == "cpu" else 100):
+        for found, wanted in zip(case.run("triton"), first, strict=True):
+            assert found is wanted is None or torch.equal(found, wanted)
+
+
+def test_no_tokens(device, provider, rows):
+    case = Case(rows, device)
+    case.query, case.pools[0][1], case.pools[0][2] = case.query[:0], case.pools[0][1][:0], case.pools[0][2][:0]
+    case.check(provider)
+
+
+def test_the_scale_of_a_call_without_one(device):
+    case = Case("656", device, scale=576**-0.5)
+    want = case.run("reference")[0]
+    case.scale = None
+    assert torch.equal(case.run("reference")[0], want)
+
+
+def test_dense_mla_is_flashmlas():
+    with pytest.raises(NotImplementedError, match="dense MLA .* call FlashMLA's own function"):
+        flash_mla_with_kvcache(
+            torch.zeros(1, 1, 16, 576, dtype=BF16), torch.zeros(2, 64, 1, 576, dtype=BF16), None, None, 512, None
+        )
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bytes_(*shape):
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(head_dim_v=576), "head_dim_v must be 512"),
+        (dict(num_splits=ints(3)), "num_splits must be None"),
+        (dict(causal=True), "causal must be False"),
+        (dict(is_fp8_kvcache=False), "is_fp8_kvcache must be True .* flash_mla_sparse_fwd takes BF16 rows"),
+        (dict(q=torch.zeros(2, 8, 576, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
+        (dict(q=torch.zeros(2, 1, 8, 640, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
+        (dict(q=torch.zeros(2, 1, 129, 576, dtype=BF16)), "1 to 128 heads"),
+        (dict(q=torch.zeros(2, 1, 8, 576)), "q must be torch.bfloat16"),
+        (dict(q=torch.zeros(2, 1, 576, 8, dtype=BF16).mT), "the last dimension of q must be contiguous"),
+        (dict(k_cache=bytes_(4, 64, 1, 584)), "k_cache must be [blocks, block_size, 1, 656] .* a q of 576"),
+        (dict(k_cache=bytes_(4, 64, 2, 656)), "k_cache must be"),
+        (dict(k_cache=torch.zeros(4, 64, 1, 656, dtype=BF16)), "k_cache must be"),
+        (dict(k_cache=bytes_(4, 64, 1, 660)[..., :656]), "a block of k_cache must be in one piece"),
+        (dict(k_cache=bytes_(4 * 64 * 656 + 2)[2:].view(4, 64, 1, 656)), "a multiple of 4 bytes"),
+        (dict(indices=ints(2, 2, 64)), "indices must be torch.int32 [2, 1, 64]"),
+        (dict(indices=ints(2, 1, 64).long()), "indices must be torch.int32 [2, 1, 64]"),
+        (dict(indices=ints(2, 64, 3).mT[:, :1]), "the last dimension of indices must be contiguous"),
+        (dict(topk_length=ints(3)), "topk_length must be torch.int32 [2]"),
+        (dict(topk_length=ints(4)[::2]), "topk_length must be contiguous"),
+        (dict(attn_sink=torch.zeros(7)), "attn_sink must be torch.float32 [8]"),
+        (dict(out=torch.zeros(2, 1, 8, 576, dtype=BF16)), "out must be torch.bfloat16 [2, 1, 8, 512]"),
+        (dict(extra_k_cache=bytes_(4, 64, 1, 656)), "extra_k_cache needs extra_indices_in_kvcache"),
+        (dict(extra_indices_in_kvcache=ints(2, 1, 64)), "extra_indices_in_kvcache is of an extra_k_cache"),
+        (dict(extra_topk_length=ints(2)), "extra_topk_length is of an extra_k_cache"),
+        (dict(topk_length=ints(2).to("meta")), "on q's device cpu, topk_length is on meta"),
+        (dict(provider="fastest"), "no provider 'fastest'"),
+    ],
+)
+def test_refusals_of_decode(change, message):
+    arguments = dict(
+        q=torch.zeros(2, 1, 8, 576, dtype=BF16), k_cache=bytes_(4, 64, 1, 656), block_table=None,
+        cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None, is_fp8_kvcache=True,
+        indices=ints(2, 1, 64),
+    )  # fmt: skip
+    flash_mla_with_kvcache(**arguments)
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        flash_mla_with_kvcache(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(d_v=576), "d_v must be 512"),
+        (dict(q=torch.zeros(2, 1, 8, 576, dtype=BF16)), "q must be [tokens, heads, 512 or 576]"),
+        (dict(q=torch.zeros(2, 129, 576, dtype=BF16)), "1 to 128 heads"),
+        (dict(kv=torch.zeros(9, 1, 512, dtype=BF16)), "kv must be torch.bfloat16 [9, 1, 576]"),
+        (dict(kv=bytes_(9, 1, 576)), "kv must be torch.bfloat16 [9, 1, 576]"),
+        (dict(kv=torch.zeros(9, 1, 1152, dtype=BF16)[..., ::2]), "the last dimension of kv must be contiguous"),
+        (dict(indices=ints(2, 64)), "indices must be torch.int32 [2, 1, 64]"),
+        (dict(topk_length=ints(3)), "topk_length must be torch.int32 [2]"),
+        (dict(attn_sink=torch.zeros(16)[::2]), "attn_sink must be contiguous"),
+        (dict(out=torch.zeros(2, 8, 512)), "out must be torch.bfloat16 [2, 8, 512]"),
+    ],
+)
+def test_refusals_of_prefill(change, message):
+    arguments = dict(
+        q=torch.zeros(2, 8, 576, dtype=BF16), kv=torch.zeros(9, 1, 576, dtype=BF16), indices=ints(2, 1, 64),
+        sm_scale=1.0,
+    )  # fmt: skip
+    flash_mla_sparse_fwd(**arguments)
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        flash_mla_sparse_fwd(**arguments | change)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_changed_lengths(device, rows):
+    case, other = (Case(rows, device, batch=40, heads=16, columns=600, seed=seed) for seed in (15, 16))
+    first = case.pools[0]
+    cache, indices, lengths = first[0].on(device), first[1].to(device), first[2].to(device)
+    query, out = case.query.to(device), torch.empty(40, 1, 16, 512, dtype=BF16, device=device)
+    sinks = case.sinks.to(device)
+
+    def step():
+        if rows in PACKED:
+            flash_mla_with_kvcache(
+                query, cache, None, None, 512, None, softmax_scale=0.1, is_fp8_kvcache=True, indices=indices,
+                topk_length=lengths, attn_sink=sinks, out=out, provider="triton",
+            )  # fmt: skip
+        else:
+            flash_mla_sparse_fwd(
+                query[:, 0], cache, indices, 0.1, topk_length=lengths, attn_sink=sinks, out=out[:, 0],
+                provider="triton",
+            )  # fmt: skip
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    second = other.pools[0]
+    for mine, new in ((cache, second[0].on(device)), (indices, second[1]), (lengths, second[2]),
+                      (query, other.query), (sinks, other.sinks)):  # fmt: skip
+        mine.copy_(new)
+    graph.replay()
+    assert excess_error(out, other.expected()[0]) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads", [(3, 8), (140, 64)])
+def test_caches_of_more_than_2_31_elements(device, rows, batch, heads):
+    case = Case(rows, device, batch=batch, heads=heads, seed=17)
+    cache, indices, lengths = case.pools[0]
+    small = cache.on(device)
+    row_bytes = {"584": 584, "656": 656}.get(rows, 2 * case.dim)
+    if rows in PACKED:
+        large = torch.full((2**31 // (8 * row_bytes) + 40, 8, 1, row_bytes), 255, dtype=torch.uint8, device=device)
+    else:
+        large = torch.full((2**31 // case.dim + 400, 1, case.dim), math.nan, dtype=BF16, device=device)
+    large[-len(small) :] = small
+    want = case.expected()[0]
+    first = (len(large) - len(small)) * (8 if rows in PACKED else 1)
+    case.pools[0][1] = indices + first
+    cache.keys, cache.on = torch.empty(0), lambda *_: large
+    case.active = lambda number: torch.zeros_like(indices, dtype=torch.bool)
+    cache.poison = lambda used: None
+    assert excess_error(case.run("triton")[0], want) < TOLERANCE
