@@ -351,6 +351,15 @@ def test_provider_variable(monkeypatch):
     assert verify(copy.deepcopy(stock)) == stock
 
 
+def test_names_lead_to_the_classes_they_should():
+    full = "DeepseekV4FullCacheBackend" if config.NAME_IS_OURS else "DeepseekV4FlashInferMLASparseBackend"
+    flashmla = "DeepseekV4FlashMLASparseBackend" if config.NAME_IS_OURS else "DeepseekV4FlashMLABackend"
+    for name, member in BACKENDS.items():
+        if member in (FULL, FLASHMLA):
+            found = AttentionBackendEnum[name].get_class().__name__
+            assert found == (full if member == FULL else flashmla), name
+
+
 def test_the_backend_says_what_it_serves():
     backend = adapter.DeepseekV4FullCacheBackend
     assert {name for name in get_args(CacheDType) if backend.supports_kv_cache_dtype(name)} == set(ACCEPTED)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO, on_gpu
-from vllm.dsv4_overlay import adapter, attention, selftest
+from vllm.dsv4_overlay import adapter, attention, layer_check, selftest
 from vllm.platforms.interface import DeviceCapability
 from vllm.third_party.dsv4_kernels import checks
 
@@ -93,7 +93,7 @@ def test_a_compressor_that_stores_by_another_name_is_found(monkeypatch):
     monkeypatch.setattr(cls, "_store", cls._compress_norm_rope_store, raising=False)
     monkeypatch.delattr(cls, "_compress_norm_rope_store")
     with pytest.raises(RuntimeError, match="has no _compress_norm_rope_store, which vllm-dsv4-overlay replaces;"):
-        selftest.check_layer(128, torch.bfloat16)
+        layer_check.check_layer(128, torch.bfloat16)
 
 
 def test_a_compressor_that_no_longer_calls_is_found(monkeypatch):
@@ -102,4 +102,4 @@ def test_a_compressor_that_no_longer_calls_is_found(monkeypatch):
     cls = importlib.import_module(adapter.COMPRESSOR).DeepseekCompressor
     monkeypatch.setattr(cls, "forward", lambda *_: None)
     with pytest.raises(checks.Failed, match="relative error"):
-        selftest.check_layer(128, torch.bfloat16)
+        layer_check.check_layer(128, torch.bfloat16)

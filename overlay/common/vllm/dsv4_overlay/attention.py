@@ -38,17 +38,17 @@ def init_layer(layer: torch.nn.Module) -> None:
         layer.kv_scale, layer.q_scale = layer_scales(vllm_config, layer)
     if _provider(layer.attn_sink) == "flashinfer":
         flashinfer = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
-        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and buffers only; when weights are
-        # loaded anew, of buffers only those of modules without weights.
+        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and buffers only, and after
+        # weights were loaded anew, of buffers only those of modules without weights.
         layer.flashinfer = torch.nn.Module()
         layer.flashinfer.register_buffer("workspace", flashinfer.workspace, persistent=False)
         layer.flashinfer.register_buffer("counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
-    elif problem := falls_back(layer.attn_sink.device.type):
+    elif problem := falls_back(layer.attn_sink.device):
         logger.warning_once("DeepSeek V4: %s", problem)
     else:
-        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device.type))
+        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device))
     LAYERS.add(layer)
 
 
@@ -59,7 +59,7 @@ def on_device(value: float, device: torch.device) -> torch.Tensor:
 
 
 def _provider(tensor: torch.Tensor) -> str:
-    return provider() or pick_provider(tensor.device.type)[0]
+    return provider() or pick_provider(tensor.device)[0]
 
 
 def query_dtype(cache: torch.Tensor) -> torch.dtype:

@@ -249,11 +249,11 @@ def check_machine() -> None:
         raise ValueError(f"{who} needs FlashInfer, but {problem}.")
 
 
-def falls_back(device_type: str) -> str | None:
-    """Why Triton, unasked, serves tensors on `device_type` ("cuda", "cpu"), and what to do; else None."""
+def falls_back(device: torch.device | str) -> str | None:
+    """Why Triton, unasked, serves tensors on `device`, and what to do; None where it does not."""
     from vllm.third_party.dsv4_kernels import pick_provider
 
-    name, reason = pick_provider(device_type)
+    name, reason = pick_provider(device)
     if provider() or name != "triton":
         return None
     return f"attention by Triton, mostly slower than FlashMLA, for {reason}."
