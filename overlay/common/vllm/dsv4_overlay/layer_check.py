@@ -1,4 +1,4 @@
-"""One layer and its compressor, run by vLLM's own classes and compared with attention in float64; for the self-test."""
+"""One layer and its compressor, run by vLLM's own classes and compared with attention in float64."""
 
 import importlib
 from types import SimpleNamespace
