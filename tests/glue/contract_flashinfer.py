@@ -324,6 +324,6 @@ def test_workspace_is_made_with_the_layer(launcher, monkeypatch):
     layer = torch.nn.Module()
     attention.init_layer(layer)
     assert flashinfer_sparse_mla.prepare.cache_info().currsize == 1
-    prepared = flashinfer_sparse_mla.prepare(layer.kv_scale.device)
+    prepared = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
     assert prepared.workspace.nbytes == 128 << 20 and not prepared.workspace.any() and not prepared.counters.any()
     assert prepared is flashinfer_sparse_mla.prepare(torch.device("cpu"))

@@ -72,22 +72,41 @@ class Projection(torch.nn.Module):
         self.weight = torch.empty(0)
 
 
+class CuteDSL(types.ModuleType):
+    """In place of vLLM's kernels of CuTe DSL, which is not there: whatever is asked for can be warmed up."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+
+        kernel = type(name, (), {"__module__": self.__name__})()
+        kernel.register_warmup = lambda *args, **kwargs: JitWarmupRegistry.register(kernel, *args, **kwargs)
+        return kernel
+
+
+CUTEDSL = CuteDSL("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
+
+
 def whole_layers(config, attention, compressor):
     """The attention layers of the model, and of its next-token layers, of the class that the model chooses."""
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, flashmla, model
 
     for module in (attention, compressor):
         for name in ("MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear",
                      "RMSNorm", "SparseAttnIndexer"):  # fmt: skip
             setattr(module, name, Projection)
-    config.kernel_config.enable_jit_warmup = False  # needs CuTe DSL
+    sys.modules[CUTEDSL.__name__] = CUTEDSL
     compressor.current_platform.device_type = "cpu"
     attention.get_tensor_model_parallel_world_size = lambda: 4
     attention.build_deepseek_v4_rope = lambda *args, **kwargs: None
     flashmla.compute_fp8_einsum_recipe = flashinfer_sparse.compute_fp8_einsum_recipe = lambda: (None, None)
     layer = model._select_dsv4_attn_cls(config)
     numbers = range(config.model_config.hf_config.num_hidden_layers)
-    return [layer(config, f"model.layers.{number}.attn") for number in numbers]
+    config.warmed_up = JitWarmupRegistry(config)
+    with config.warmed_up.activate():
+        return [layer(config, f"model.layers.{number}.attn") for number in numbers]
 
 
 def build_layers(config):
@@ -132,6 +151,7 @@ def store_of(layer):
 def describe_layers(config):
     with set_current_vllm_config(config):
         layers = build_layers(config)
+    registry = vars(config).pop("warmed_up", None)
     context = config.compilation_config.static_forward_context
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in context.items()}
     specs = {name: spec for name, spec in specs.items() if spec is not None}
@@ -155,11 +175,12 @@ def describe_layers(config):
         "backend": layers[0].get_attn_backend().__name__,
         "padded_heads": layers[0].padded_heads,
         "kv_scales": [
-            getattr(layer, "kv_scale_value", None) or getattr(layer, "_flashinfer_fp8_bmm2_scale", None)
+            getattr(layer, "kv_scale", None) or getattr(layer, "_flashinfer_fp8_bmm2_scale", None)
             for layer in layers
         ],
+        "warmed_up": sorted(type(kernel).__name__ for kernel in registry._registrations) if registry else [],
         "compressors": sorted({store_of(layer) for layer in layers if getattr(layer, "compressor", None)}),
-        "scale_buffers": sum("kv_scale" in dict(layer.named_buffers()) for layer in layers),
+        "ours": sum(hasattr(layer, "kv_scale") for layer in layers),
         "specs": before,
         "pages": {name: spec.page_size_bytes for name, spec in specs.items()},
         "shapes": shapes,

@@ -1,6 +1,6 @@
 """One layer over mixed batches with vLLM's own metadata classes, against attention in float64.
 
-Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the self-test.
+Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the kernels' checks.
 """
 
 import importlib
@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO
-from vllm.dsv4_overlay import adapter, attention, calibrate, selftest
+from vllm.dsv4_overlay import adapter, attention, calibrate, warmup
 from vllm.forward_context import override_forward_context
+from vllm.third_party.dsv4_kernels import checks
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
@@ -77,7 +78,7 @@ class Step:
 
         window, window_tables = self.pages(self.window_rows, self.window_rows, 512, dtype)
         # Rows of earlier steps are in the cache.
-        self.windows = [self.stored(selftest.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
+        self.windows = [self.stored(checks.rotate(kv.double(), self.cos_sin[: len(kv)])) for kv in self.kv]
         for request, (old, _) in enumerate(requests):
             self.fill(window, window_tables[request], self.window_rows, self.windows[request][:old])
         tokens_at = zip(self.owner, self.position, strict=True)
@@ -109,15 +110,14 @@ class Step:
             impl_cls=getattr(adapter, "DeepseekV4FullCacheImpl", None),
             compress_ratio=ratio,
             scale=self.scale,
-            kv_scale=torch.tensor([self.kv_scale], device=DEVICE),
-            kv_scale_value=self.kv_scale,
-            q_scale_inv=torch.tensor([1 / self.q_scale], device=DEVICE),
-            q_scale_value=self.q_scale,
+            kv_scale=self.kv_scale,
+            q_scale=self.q_scale,
             attn_sink=torch.cat((self.sink, torch.full((64 - HEADS,), float("nan")))).to(DEVICE),
             swa_cache_layer=SimpleNamespace(kv_cache=window, prefix="layer.swa"),
             kv_cache=torch.tensor([]),
             topk_indices_buffer=None,
             max_model_len=512,
+            kv_cache_dtype="bfloat16" if dtype == BF16 else "fp8_per_tensor",
         )
         self.context = SimpleNamespace(additional_kwargs={}, attn_metadata={"layer.swa": self.metadata})
         if ratio > 1:
@@ -174,7 +174,7 @@ class Step:
         norm = (torch.rand(512, generator=self.gen) + 0.5) * self.kv_weight
         states = self.states = [self.random(length, 2, width) for length in self.lengths]
         self.rows = [
-            self.stored(selftest.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
+            self.stored(checks.compressed_rows(state, norm, self.cos_sin, ratio)) if len(state) >= ratio
             else torch.zeros(0, 512, dtype=torch.float64)
             for state in states
         ]  # fmt: skip
@@ -270,8 +270,8 @@ class Step:
     def expected(self):
         out = []
         for token, (request, position) in enumerate(zip(self.owner, self.position, strict=True)):
-            q = selftest.normed(self.q[token].double())[None]
-            q = selftest.rotate(q, self.cos_sin[position][None])[0]
+            q = checks.normed(self.q[token].double())[None]
+            q = checks.rotate(q, self.cos_sin[position][None])[0]
             q = (q / self.q_scale).to(self.query_dtype).double() * self.q_scale
             keys = self.windows[request][max(0, position - 127) : position + 1]
             if self.ratio > 1:
@@ -378,12 +378,31 @@ def test_blocks_shared_with_other_layers(ratio, dtype):
     assert all((raw[others] == -1).all() and others.any() for raw, others in step.outside)
 
 
-def test_memory_profiling_writes_zeros():
-    """vLLM measures memory before there is a cache or metadata."""
-    out = torch.full((3, HEADS, 512), float("nan"), dtype=BF16)
-    with override_forward_context(SimpleNamespace(attn_metadata=None)):
-        attention.forward(None, out, out)
+def profile(layer, tokens):
+    """What a layer does while vLLM measures memory, before there is a cache or metadata; the tables it holds."""
+    out = torch.full((tokens, HEADS, 512), float("nan"), dtype=BF16)
+    context = SimpleNamespace(attn_metadata=None, additional_kwargs={})
+    with override_forward_context(context):
+        attention.forward(layer, out, out)
     assert (out == 0).all()
+    return context.additional_kwargs.get("dsv4_tables", {})
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_memory_is_measured_with_the_tables_of_the_widest_step(ratio):
+    """vLLM gives all that the profiled step leaves to the caches."""
+    step = Step(ratio, BF16, ((511, 1), (0, 5)))
+    held = profile(step.layer, 6)
+    step.run()
+    used = step.context.additional_kwargs["dsv4_tables"]
+    assert [table.shape for table in held.values()] == [table.indices.shape for table in used.values()]
+    assert len(held) == (ratio != 4)
+
+
+def test_memory_measured_at_a_million_tokens():
+    layer = SimpleNamespace(compress_ratio=128, max_model_len=1 << 20, kv_cache_dtype="bfloat16")
+    (table,) = profile(layer, 64).values()
+    assert table.shape == (64, 128 + (1 << 20) // 128) and table.dtype == torch.int32
 
 
 def test_compressors_of_other_caches_are_left_alone():
@@ -417,9 +436,9 @@ def test_warm_up_stores_nothing(ratio):
     caches = [layer.swa_cache_layer.kv_cache, layer.kv_cache]
     before = [cache.clone() for cache in caches]
     rotary = SimpleNamespace(cos_sin_cache=step.cos_sin.to(DEVICE))
-    wrapper = SimpleNamespace(mla_attn=layer, rotary_emb=rotary, compressor=compressor, eps=EPS)
+    outer = SimpleNamespace(rotary_emb=rotary, compressor=compressor, eps=EPS)
     with override_forward_context(SimpleNamespace(additional_kwargs={})):
-        attention._warm_up_layer(wrapper, 1)
+        warmup._warm_up_layer(layer, outer, 1)
     assert all(map(torch.equal, (c.view(torch.int16) for c in caches), (b.view(torch.int16) for b in before)))
 
 
@@ -435,16 +454,16 @@ def test_calibration_sees_what_this_step_writes(ratio):
     amax = torch.tensor([0.0, 0.0], device=DEVICE)
     step.run(amax)
     assert amax[0].item() == pytest.approx(largest, rel=2**-8)
-    q = selftest.normed(step.q[:-2].double())
-    q = selftest.rotate(q, step.cos_sin[step.position])
+    q = checks.normed(step.q[:-2].double())
+    q = checks.rotate(q, step.cos_sin[step.position])
     assert amax[1].item() == pytest.approx(q.abs().max().item(), rel=2**-8)
 
 
 def test_e4m3_queries_have_a_scale_of_their_own():
     step = Step(1, E4M3, ((0, 4),))
     step.run()
-    q = selftest.rotate(selftest.normed(step.q.double()), step.cos_sin[step.position])
-    step.layer.q_scale_value = 2.0**-5
+    q = checks.rotate(checks.normed(step.q.double()), step.cos_sin[step.position])
+    step.layer.q_scale = 2.0**-5
     out = torch.empty(4, HEADS, 512, dtype=BF16, device=DEVICE)
     with override_forward_context(step.context):
         attention.attend(step.layer, (q * 2**5).float().to(E4M3).to(DEVICE), out, step.metadata, None)
@@ -470,28 +489,34 @@ def test_calibrated_scale_keeps_what_scale_one_loses(gain, loss, monkeypatch):
     assert calibrated < 0.04 and one > loss * calibrated
 
 
+def make_builders(monkeypatch, ratio, classes, max_model_len=512, max_num_batched_tokens=64):
+    hf_config = SimpleNamespace(compress_ratios=[ratio], index_topk=512)
+    model_config = SimpleNamespace(
+        hf_config=hf_config, max_model_len=max_model_len, get_num_attention_heads=lambda _: HEADS
+    )
+    config = SimpleNamespace(
+        model_config=model_config, parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16),
+        speculative_config=None, cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=256),
+    )  # fmt: skip
+    module = importlib.import_module(adapter.DeepseekV4FullCacheBackend.get_builder_cls().__base__.__module__)
+    for name in ("num_compute_units", "get_mla_dims"):
+        monkeypatch.setattr(module, name, lambda *_: 132, raising=False)
+    spec = SimpleNamespace(block_size=256, compress_ratio=ratio, storage_block_size=256 // ratio,
+                           tokens_per_state=ratio, num_states=256 // ratio)  # fmt: skip
+    return config, [cls(spec, ["layer"], config, DEVICE) for cls in classes]
+
+
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_metadata_of_compressed_rows(ratio, monkeypatch):
     """What vLLM's builder gives, without the tables that only FlashMLA reads."""
     step = Step(ratio, BF16, MIXED)
     expected = step.context.attn_metadata["layer"]
     common = step.common(expected.block_table)
-    hf_config = SimpleNamespace(compress_ratios=[ratio], index_topk=512)
-    model_config = SimpleNamespace(hf_config=hf_config, max_model_len=512, get_num_attention_heads=lambda _: HEADS)
-    config = SimpleNamespace(
-        model_config=model_config, parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=16), speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="bfloat16", block_size=256),
-    )  # fmt: skip
     lean = adapter.DeepseekV4FullCacheBackend.get_builder_cls()
     assert lean is adapter.DeepseekV4FullCacheBackend.get_builder_cls()
-    stock = lean.__base__
-    module = importlib.import_module(stock.__module__)
-    for name in ("num_compute_units", "get_mla_dims"):
-        monkeypatch.setattr(module, name, lambda *_: 132, raising=False)
-    spec = SimpleNamespace(block_size=256, compress_ratio=ratio, storage_block_size=256 // ratio,
-                           tokens_per_state=ratio, num_states=256 // ratio)  # fmt: skip
-    builder, theirs = (cls(spec, ["layer"], config, DEVICE) for cls in (lean, stock))
+    config, (builder, theirs) = make_builders(monkeypatch, ratio, (lean, lean.__base__))
+    assert builder.model_config is config.model_config and builder.vllm_config is config
     assert ("c128a_prefill_buffer" in vars(theirs)) == (ratio == 128)
     assert not any(name.endswith("_buffer") and "c128a" in name for name in vars(builder))
     found = builder.build(0, common)
@@ -502,3 +527,20 @@ def test_metadata_of_compressed_rows(ratio, monkeypatch):
     assert any(value is not None for name, value in vars(theirs.build(0, common)).items() if "c128a" in name) == (
         ratio == 128
     )
+
+
+@pytest.mark.parametrize("which, columns", [("ours", 128), ("stock", 8192)])
+def test_builder_allocates_no_table(which, columns, monkeypatch):
+    """Not even one that is dropped: once the caches are there, there may be no room for it."""
+    lean = adapter.DeepseekV4FullCacheBackend.get_builder_cls()
+    sizes, empty = [], torch.empty
+
+    def spy(*shape, **options):
+        made = empty(*shape, **options)
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", spy)
+    cls = lean if which == "ours" else lean.__base__
+    make_builders(monkeypatch, 128, (cls,), max_model_len=1 << 20, max_num_batched_tokens=512)
+    assert max(sizes) == 512 * columns * 4

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 import torch
 from vllm.config.cache import CacheDType
+from vllm.config.speculative import SpeculativeMethod
 from vllm.dsv4_overlay import adapter, config
 from vllm.platforms.interface import DeviceCapability
 from vllm.third_party.dsv4_kernels import PROVIDERS
@@ -33,6 +34,7 @@ VLLMS_TOO = pytest.mark.skipif(config.NAME_IS_OURS, reason="vLLM has no such bac
 ACCEPTED = {"auto": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8_per_tensor", "fp8_e4m3": "fp8_per_tensor",
             "fp8_per_tensor": "fp8_per_tensor"}  # fmt: skip
 V4 = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+METHODS = {*get_args(SpeculativeMethod), "a method of the next release"}
 NO_SCALES = str(Path(__file__).parent)  # a checkpoint without
 HF_CONFIG = SimpleNamespace(
     num_hidden_layers=5, num_nextn_predict_layers=1, head_dim=512, qk_rope_head_dim=64, sliding_window=128
@@ -63,6 +65,7 @@ def make(cache_dtype="auto", backend=FULL, architecture=V4[0], heads=64):
         ),
         load_config=SimpleNamespace(download_dir=None, load_format="auto"),
         speculative_config=None,
+        kv_transfer_config=None,
         additional_config={},
     )
 
@@ -222,9 +225,10 @@ def test_images_on_hopper(monkeypatch):
     "asked, words",
     [
         *(
-            (dict(method=method), f"serves no drafts of {method}, only DeepSeek V4's own layers; use MTP")
-            for method in ("draft_model", "eagle", "eagle3", "dflash", "extract_hidden_states")
+            (dict(method=method), f"serves no drafts of {method}, only DeepSeek V4's own layers, n-grams")
+            for method in METHODS - {"mtp", "ngram", "ngram_gpu", "suffix", "dspark"}
         ),
+        (dict(draft_model_config=SimpleNamespace(architecture="MiMoMTPModel")), "no drafts of MiMoMTPModel,"),
         (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),
         (dict(kv_cache_dtype="bfloat16"), "kv_cache_dtype of --speculative-config is bfloat16, and drafts share"),
         (dict(kv_cache_dtype="fp8_ds_mla"), "kv_cache_dtype of --speculative-config is fp8_ds_mla, and drafts"),
@@ -234,6 +238,13 @@ def test_drafts_that_would_leave_the_cache(asked, words):
     config = make("fp8")
     config.speculative_config = SimpleNamespace(**{"method": "mtp", "draft_model_config": None} | asked)
     assert words in refusal(config)
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram", "ngram_gpu", "suffix"])
+def test_drafts_that_are_served(method):
+    asked = make("fp8")
+    asked.speculative_config = SimpleNamespace(method=method, draft_model_config=None)
+    verify(asked)
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e4m3", "fp8_per_tensor"])
@@ -338,6 +349,20 @@ def test_provider_variable(monkeypatch):
     assert "VLLM_DSV4_PROVIDER=cutlass is unknown; it may be " in refusal(make())
     stock = make("fp8", None)
     assert verify(copy.deepcopy(stock)) == stock
+
+
+def test_names_lead_to_the_classes_they_should():
+    full = "DeepseekV4FullCacheBackend" if config.NAME_IS_OURS else "DeepseekV4FlashInferMLASparseBackend"
+    flashmla = "DeepseekV4FlashMLASparseBackend" if config.NAME_IS_OURS else "DeepseekV4FlashMLABackend"
+    for name, member in BACKENDS.items():
+        if member in (FULL, FLASHMLA):
+            found = AttentionBackendEnum[name].get_class().__name__
+            assert found == (full if member == FULL else flashmla), name
+
+
+def test_the_backend_says_what_it_serves():
+    backend = adapter.DeepseekV4FullCacheBackend
+    assert {name for name in get_args(CacheDType) if backend.supports_kv_cache_dtype(name)} == set(ACCEPTED)
 
 
 def test_class_choice(monkeypatch):

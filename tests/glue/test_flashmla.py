@@ -11,8 +11,8 @@ import torch
 from test_attention import BF16, DEVICE, EPS, HEADS, Step
 from test_base_operators import as_rows, packed_pages, quantized, unpacked, write_row
 from test_config_contract import make
-from vllm.dsv4_overlay import selftest
 from vllm.forward_context import override_forward_context
+from vllm.third_party.dsv4_kernels import checks
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
@@ -123,8 +123,8 @@ class PackedStep(Step):
 
 
 def qnorm_rope_insert(q, kv, cache, slots, positions, cos_sin, padded_heads, eps, page):
-    q = selftest.rotate(selftest.normed(q.double()), cos_sin[positions]).to(BF16)
-    kv = selftest.rotate(kv.double(), cos_sin[positions]).to(BF16)
+    q = checks.rotate(checks.normed(q.double()), cos_sin[positions]).to(BF16)
+    kv = checks.rotate(kv.double(), cos_sin[positions]).to(BF16)
     ops.quantize_and_insert_k_cache(kv, cache, slots, page)
     return torch.nn.functional.pad(q, (0, 0, 0, padded_heads - q.shape[1]))
 

@@ -164,7 +164,7 @@ def test_who_uses_neither_sees_no_change(answers, stock_answers, case):
 def test_stock_dtype_is_still_flashmla(answers):
     layers = answers["flash", "--kv-cache-dtype=fp8_ds_mla"]["layers"]
     assert layers["backend"] == FLASHMLA
-    assert layers["padded_heads"] == 64 and layers["scale_buffers"] == 0
+    assert layers["padded_heads"] == 64 and layers["ours"] == 0
     assert "page_size_padded=37440" in layers["specs"]["model.layers.2.attn"]
 
 
@@ -179,7 +179,7 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     layers = answer["layers"]
     assert layers["backend"] == "DeepseekV4FullCacheBackend"
     assert layers["padded_heads"] == 16
-    assert layers["scale_buffers"] == MODELS[case[0]]["num_hidden_layers"]
+    assert layers["ours"] == MODELS[case[0]]["num_hidden_layers"]
     assert layers["compressors"] == ([] if NAME_IS_OURS else ["vllm.dsv4_overlay.adapter"])
     assert not answer["cuda_initialized"]
 
@@ -262,6 +262,17 @@ def check_packing(layers, row):
             assert start >= end and start % 16 == 0  # what the native kernels need of a row
             end = start + layers["pages"][name]
         assert end <= stride
+
+
+@VLLMS_TOO
+def test_no_kernel_is_compiled_that_never_runs(answers):
+    """vLLM compiles, before the first request, what its layers have registered."""
+    ours = set(answers["mini", NEW, "--kv-cache-dtype=bfloat16"]["layers"]["warmed_up"])
+    stock = set(answers["flash", "--kv-cache-dtype=fp8_ds_mla"]["layers"]["warmed_up"])
+    assert ours < stock and {"SavePartialStatesKernel", "ComputeSWAIndicesAndLensKernel"} < ours
+    theirs = ("BuildC128A", "ComputeGlobalTopk", "CombineTopk", "DequantizeAndGather", "_SPARSE_ATTN_COMPRESS",
+              "_SPARSE_ATTN_NORM_ROPE_STORE")  # fmt: skip
+    assert all(name.startswith(theirs) for name in stock - ours)
 
 
 @VLLMS_TOO

@@ -3,6 +3,7 @@
 import json
 import math
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_config_contract import VLLMS_TOO, make, on_gpu, refusal, verify
 from vllm.dsv4_overlay import attention, calibrate, scales
+from vllm.model_executor.model_loader import weight_utils
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -54,6 +61,7 @@ def layer_of(config, number, monkeypatch):
     monkeypatch.setattr(attention, "get_current_vllm_config", lambda: config)
     layer = torch.nn.Module()
     layer.prefix = f"model.layers.{number}.attn"
+    layer.attn_sink = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
     attention.init_layer(layer)
     return layer
 
@@ -66,12 +74,10 @@ def test_what_calibration_writes_reaches_the_layers(file, monkeypatch):
     assert lines == [f"FP8 scales (dsv4_scales {file}): kv 0.0625 to 2, q 0.0312 to 0.0312."]
     for number, (kv, _) in AMAX.items():
         layer = layer_of(config, number, monkeypatch)
-        assert layer.kv_scale_value == layer.kv_scale.item() == calibrate.scale(kv)
+        assert layer.kv_scale == calibrate.scale(kv) and layer.q_scale == calibrate.scale(5.0)
         # Two to four times the largest value fits.
-        assert 2 * kv <= 448 * layer.kv_scale_value < 4 * kv
-        assert layer.q_scale_value == 1 / layer.q_scale_inv.item() == calibrate.scale(5.0)
-        assert {"kv_scale", "q_scale_inv"} == dict(layer.named_buffers()).keys() and not layer.state_dict()
-        assert isinstance(layer.kv_scale_value, float) and layer.kv_scale.dtype == torch.float32
+        assert 2 * kv <= 448 * layer.kv_scale < 4 * kv
+        assert attention.on_device(layer.kv_scale, torch.device("cpu")).tolist() == [layer.kv_scale]
 
 
 def test_metadata_says_what_was_measured(file):
@@ -83,7 +89,31 @@ def test_metadata_says_what_was_measured(file):
 
 def test_without_a_file_scales_are_one(monkeypatch):
     layer = layer_of(verify(asked()), 3, monkeypatch)
-    assert layer.kv_scale_value == layer.q_scale_value == layer.kv_scale.item() == 1.0
+    assert layer.kv_scale == layer.q_scale == 1.0
+
+
+def test_scales_are_asked_of_the_hub_that_has_the_weights(file, tmp_path, monkeypatch):
+    """vLLM loads from ModelScope then; the Hugging Face hub may have another model by that name, or none."""
+    repository = tmp_path / "modelscope"
+    repository.mkdir()
+    save_file(load_file(file), repository / "model-1.safetensors")
+    (repository / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(file), "model-1.safetensors")})
+    )
+    fetched = []
+
+    def fetch(model, revision, download_dir, allow_patterns):
+        fetched.extend(allow_patterns)
+        return str(repository)
+
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
+    monkeypatch.setattr(weight_utils, "maybe_download_from_modelscope", fetch)
+    for name in ("get_hf_file_to_dict", "hf_hub_download"):
+        monkeypatch.setattr(scales, name, lambda *_, **__: pytest.fail("asked of the Hugging Face hub"))
+    config = asked()
+    config.model_config.model = "organisation/model-on-modelscope"
+    assert layer_of(verify(config), 2, monkeypatch).kv_scale == calibrate.scale(AMAX[2][0])
+    assert fetched == ["model.safetensors.index.json", "model-1.safetensors"]
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -101,9 +131,9 @@ def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
     config = asked()
     config.model_config.model = str(folder)
     layer = layer_of(verify(config), 2, monkeypatch)
-    assert (layer.kv_scale_value, layer.q_scale_value) == (2.5, 1.0)
+    assert (layer.kv_scale, layer.q_scale) == (2.5, 1.0)
     config.additional_config = {"dsv4_scales": str(file)}
-    assert layer_of(verify(config), 2, monkeypatch).kv_scale_value == calibrate.scale(AMAX[2][0])
+    assert layer_of(verify(config), 2, monkeypatch).kv_scale == calibrate.scale(AMAX[2][0])
     save_file(tensors | {"layers.1.attn.k_scale": torch.tensor(-1.0)}, folder / shard)
     config.additional_config = {}
     config.cache_config.cache_dtype = "fp8"
@@ -137,8 +167,26 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
 
 
-def test_what_flashinfer_works_in_survives_sleep(monkeypatch):
-    """vLLM zeroes what is neither a weight nor a buffer."""
+def reload(model):
+    """Load the sinks of `model` anew, as vLLM does into a running server."""
+    initialize_layerwise_reload(model)
+    for parameter in list(model.parameters()):
+        getattr(parameter, "weight_loader", weight_utils.default_weight_loader)(parameter, torch.full((64,), 7.0))
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+    assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_scales_survive_sleep_and_new_weights(file, monkeypatch):
+    """vLLM zeroes what is neither a weight nor a buffer, and fills buffers next to weights with anything."""
+    config = verify(asked(file))
+    layer = layer_of(config, 2, monkeypatch)
+    assert dict(layer.named_buffers()) == {}
+    record_metadata_for_reloading(layer)
+    reload(layer)
+    assert float(layer.kv_scale) == calibrate.scale(AMAX[2][0]) and float(layer.q_scale) == calibrate.scale(5.0)
+
+
+def test_what_flashinfer_works_in_survives_sleep_and_new_weights(monkeypatch):
     config = verify(asked())
     flashinfer = SimpleNamespace(workspace=torch.zeros(4), counters=torch.zeros(2))
     monkeypatch.setattr(attention, "check_machine", lambda: None)
@@ -146,7 +194,35 @@ def test_what_flashinfer_works_in_survives_sleep(monkeypatch):
     monkeypatch.setattr(attention.flashinfer_sparse_mla, "prepare", lambda device: flashinfer)
     layer = layer_of(config, 0, monkeypatch)
     buffers = {id(buffer) for buffer in layer.buffers()}
-    assert {id(flashinfer.workspace), id(flashinfer.counters)} < buffers and not layer.state_dict()
+    assert {id(flashinfer.workspace), id(flashinfer.counters)} == buffers
+    assert layer.state_dict().keys() == {"attn_sink"}
+    record_metadata_for_reloading(layer)
+    reload(layer)
+    assert buffers == {id(buffer) for buffer in layer.buffers()}
+    assert not flashinfer.workspace.any() and not flashinfer.counters.any()
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_new_weights_with_other_scales_are_refused(file, tmp_path, monkeypatch, by_file):
+    """A file of scales was asked for by name; what the checkpoint had was for its own weights."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    tensors = {f"{scales.layer_prefix(number, MAIN)}.k_scale": torch.tensor(0.5) for number in AMAX}
+    save_file(tensors, folder / "model.safetensors")
+    config = asked(file if by_file else None)
+    config.model_config.model = str(folder)
+    model = torch.nn.ModuleList([layer_of(verify(config), number, monkeypatch) for number in range(MAIN)])
+    weights = {"embed.weight": torch.ones(2)} | tensors
+    assert [name for name, _ in scales.without_scales(model, weights.items())] == ["embed.weight"]
+    for name, value in (("layers.2.attn.k_scale", 0.25), ("layers.2.attn.q_scale", 2.0)):
+        changed = weights | {name: torch.tensor([value])}
+        if by_file:
+            assert len(list(scales.without_scales(model, changed.items()))) == 1
+        else:
+            with pytest.raises(ValueError, match=f"{name} of these weights is {value}, and this server has been"):
+                list(scales.without_scales(model, changed.items()))
+    # The other model's, main or draft.
+    assert not list(scales.without_scales(model, [("mtp.0.attn.k_scale", torch.tensor(8.0))]))
 
 
 def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
@@ -157,7 +233,12 @@ def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
         from vllm.model_executor.models import deepseek_v4_mtp as mtp
 
     names = [f"layers.0.attn.{name}" for name in ("k_scale", "q_scale", "attn_sink")]
-    assert model._make_deepseek_v4_weights_mapper("fp4").apply_list(names) == ["model.layers.0.attn.attn_sink"]
+    loaded = []
+    loader = SimpleNamespace(load_weights=lambda weights, mapper: loaded.extend(name for name, _ in weights))
+    monkeypatch.setattr(model, "AutoWeightsLoader", lambda *_, **__: loader)
+    main = MagicMock(modules=list)
+    model.DeepseekV4ForCausalLM.load_weights(main, [(name, torch.ones(1)) for name in names])
+    assert loaded == ["layers.0.attn.attn_sink"]
 
     for name, value in (("world_size", 1), ("rank", 0)):  # not asked for from 0.23.0 on
         monkeypatch.setattr(mtp, f"get_tensor_model_parallel_{name}", lambda value=value: value, raising=False)
@@ -165,6 +246,7 @@ def test_vllm_leaves_scales_of_a_checkpoint_alone(monkeypatch):
     block = SimpleNamespace(mtp_block=SimpleNamespace(ffn=ffn))
     draft = SimpleNamespace(
         named_parameters=dict,
+        modules=list,
         config=SimpleNamespace(
             num_attention_heads=4, n_routed_experts=1, num_hidden_layers=MAIN, num_nextn_predict_layers=1
         ),
@@ -206,6 +288,7 @@ def test_a_layer_without_a_scale_is_refused(file, layer):
     if layer == "mtp.0":  # not needed then; n-grams have the model itself for a draft
         verify(asked(path, mtp=False))
         config = asked(path)
+        config.speculative_config.method = "ngram"
         config.speculative_config.draft_model_config.architecture = "DeepseekV4ForCausalLM"
         verify(config)
 
@@ -261,13 +344,12 @@ def test_ranks_are_merged():
 def test_observer_in_a_worker(monkeypatch):
     """Every layer of ours is watched by its number, and each keeps its own maximum."""
     prefixes = {number: f"model.layers.{number}.attn" for number in (0, 5)}
-    layers = {p: SimpleNamespace(prefix=p, kv_scale=torch.ones(1), kv_scale_value=1.0) for p in prefixes.values()}
+    layers = {p: SimpleNamespace(prefix=p, attn_sink=torch.ones(1)) for p in prefixes.values()}
+    monkeypatch.setattr(attention, "LAYERS", layers.values())
     seen, attended = [], []
     monkeypatch.setattr(calibrate, "observe", lambda layer, q, amax: seen.append((layer, amax.copy_(q))))
     monkeypatch.setattr(attention, "forward", lambda *arguments: attended.append(arguments))
     worker = calibrate.AmaxObserver()
-    context = layers | {"model.layers.0.attn.swa_cache": torch.nn.Module()}
-    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     worker.dsv4_observe()
     for number, layer in enumerate(layers.values()):
         attention.forward(layer, torch.tensor([1.0 + number, 2.0]), "output")

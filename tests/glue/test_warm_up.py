@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_attention import BF16, E4M3, EPS, HEADS, MIXED, OneGroupStep, Step
 from triton.runtime.interpreter import InterpretedFunction
-from vllm.dsv4_overlay import attention
+from vllm.dsv4_overlay import adapter, attention, warmup
 from vllm.forward_context import override_forward_context
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
@@ -54,20 +54,15 @@ def test_warm_up_compiles_all(ratio, kind, dtype, launches, monkeypatch):
 
     layer = step.layer
     vars(layer).update(num_heads=HEADS, head_dim=512)
-    wrapper = SimpleNamespace(
-        mla_attn=layer,
-        compress_ratio=ratio,
-        compressor=getattr(step, "compressor", None),
-        rotary_emb=SimpleNamespace(cos_sin_cache=step.cos_sin),
-        eps=EPS,
-    )
-    other = SimpleNamespace(mla_attn=SimpleNamespace())
-    context = {"layer": layer, "outer": wrapper, "again": wrapper, "other": other}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    rotary = SimpleNamespace(cos_sin_cache=step.cos_sin)
+    outer = SimpleNamespace(compressor=getattr(step, "compressor", None), rotary_emb=rotary, eps=EPS)
+    monkeypatch.setattr(attention, "LAYERS", [layer, layer])
+    monkeypatch.setattr(adapter, "outer_layer", lambda layer, context: outer)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     monkeypatch.setattr(
-        attention, "set_forward_context",
+        warmup, "set_forward_context",
         lambda *_: override_forward_context(SimpleNamespace(additional_kwargs={})),
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    attention.warm_up(SimpleNamespace(vllm_config=config))
+    warmup.warm_up(SimpleNamespace(vllm_config=config))
     assert needed <= launches

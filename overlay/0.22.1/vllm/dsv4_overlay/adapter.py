@@ -1,8 +1,10 @@
 """What differs in vLLM 0.22.1 (and 0.22.0): where its layers are, and how one finds its implementation."""
 
+from typing import Any
+
 import torch
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.backend import FullCacheBackend, overriding
 from vllm.models.deepseek_v4.nvidia.flashmla import (
     DeepseekV4FlashMLASparseBackend,
     DeepseekV4SparseMLAAttentionImpl,
@@ -12,6 +14,7 @@ ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
 
 
+@overriding()
 class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLASparseBackend):
     """Metadata, block sizes and graph support are those of the V4 FlashMLA backend."""
 
@@ -20,6 +23,7 @@ class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLASparseBacke
         return DeepseekV4FullCacheImpl
 
 
+@overriding()
 class DeepseekV4FullCacheImpl(DeepseekV4SparseMLAAttentionImpl):
     backend_cls = DeepseekV4FullCacheBackend
 
@@ -37,3 +41,8 @@ class DeepseekV4FullCacheImpl(DeepseekV4SparseMLAAttentionImpl):
         output: torch.Tensor,
     ) -> None:
         attention.forward(layer, q, output)
+
+
+def outer_layer(layer: torch.nn.Module, context: dict[str, Any]) -> torch.nn.Module:
+    """The layer that has made `layer`, and has what the kernels that write need: RoPE, norm and compressor."""
+    return context[f"{layer.prefix}.deepseek_v4_multi_head_latent_attention"]

@@ -5,18 +5,23 @@ from typing import Any
 
 import torch
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.backend import FullCacheBackend, overriding, require
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+# Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert, compressor and attention.
+_NEVER_RUN = ("common.ops.cache_utils", "sparse_mla", "nvidia.ops.sparse_attn_compress_cutedsl")
 
 
+@overriding()
 class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLABackend):
     """Metadata, block sizes and graph support are those of the V4 FlashMLA backend."""
 
 
+@overriding("full_cache")
 class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
     """vLLM's layer for Hopper on vLLM's full-width caches, with the overlay's insert, compressor and attention.
 
@@ -34,16 +39,11 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _cancel_warm_up()
         self.num_heads = self.n_local_heads
         attention.init_layer(self)
         if self.compressor is not None:
-            # vLLM has a class to choose for the indexer's compressor only.
-            self.compressor._compress_norm_rope_store = partial(_compress, self)
-
-    @property
-    def mla_attn(self) -> "DeepseekV4FullCacheAttention":
-        """The inner layer of other releases."""
-        return self
+            connect_compressor(self)
 
     def _fused_qnorm_rope_kv_insert(
         self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
@@ -59,6 +59,19 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         attention.forward(self, q, output)
 
 
+def _cancel_warm_up() -> None:
+    registry = JitWarmupRegistry._active.get()
+    for kernel in list(registry._registrations) if registry else ():
+        if type(kernel).__module__.removeprefix("vllm.models.deepseek_v4.") in _NEVER_RUN:
+            del registry._registrations[kernel]
+
+
+def connect_compressor(layer: torch.nn.Module) -> None:
+    """Let `layer.compressor` store its rows by the overlay; vLLM has a class to choose for the indexer's only."""
+    require(layer.compressor, "_compress_norm_rope_store")
+    layer.compressor._compress_norm_rope_store = partial(_compress, layer)
+
+
 def _compress(
     layer: DeepseekV4FullCacheAttention,
     state_metadata: Any,
@@ -70,3 +83,8 @@ def _compress(
     pdl_kwargs: dict[str, Any],
 ) -> None:
     attention.compress(layer.compressor, layer, positions, rotary_emb.cos_sin_cache, attn_metadata)
+
+
+def outer_layer(layer: torch.nn.Module, context: dict[str, Any]) -> torch.nn.Module:
+    """In this release the layer is one."""
+    return layer

@@ -1,14 +1,14 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index table, attention."""
 
-import time
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+import functools
+import weakref
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.dsv4_overlay.config import check_machine, provider, storage_dtype
+from vllm.dsv4_overlay.config import check_machine, falls_back, provider, storage_dtype
 from vllm.dsv4_overlay.scales import layer_scales
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.third_party.dsv4_kernels import (
     SparseIndexTable,
@@ -18,41 +18,48 @@ from vllm.third_party.dsv4_kernels import (
     pick_provider,
     sparse_mla,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker
+from vllm.third_party.dsv4_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
 
+# The inner layers of this process on the full-width cache, as they were made: for warm-up and calibration.
+LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
 
 def init_layer(layer: torch.nn.Module) -> None:
-    """Give an inner attention layer its scales; insert, compressor and attention read these, fixed from here on.
+    """Give an inner attention layer the scales of its rows and queries, floats that do not change from here on.
 
-    `kv_scale` and `q_scale_inv`, one float32 element each, are what the kernels that write read; buffers, so that
-    they survive vLLM's sleep mode (level 2: the main model's; up to 0.22.1 vLLM saves none of a draft's). The
-    floats `kv_scale_value` and `q_scale_value` are for attention.
+    None of them is a tensor of the layer: those are lost in sleep mode, or when weights are loaded anew.
     """
     check_machine()
     vllm_config = get_current_vllm_config()
-    kv, q = 1.0, 1.0
+    layer.kv_scale, layer.q_scale = 1.0, 1.0
     if storage_dtype(vllm_config.cache_config.cache_dtype) == torch.float8_e4m3fn:
-        kv, q = layer_scales(vllm_config, layer.prefix)
-    layer.register_buffer("kv_scale", torch.tensor([kv], dtype=torch.float32), persistent=False)
-    layer.register_buffer("q_scale_inv", torch.tensor([1 / q], dtype=torch.float32), persistent=False)
-    layer.kv_scale_value, layer.q_scale_value = kv, q
-    if _provider(layer.kv_scale) == "flashinfer":
-        flashinfer = flashinfer_sparse_mla.prepare(layer.kv_scale.device)
-        # Its kernels count on zeros; after sleep level 2 vLLM brings back buffers, and nothing else but weights.
-        layer.register_buffer("flashinfer_workspace", flashinfer.workspace, persistent=False)
-        layer.register_buffer("flashinfer_counters", flashinfer.counters, persistent=False)
+        layer.kv_scale, layer.q_scale = layer_scales(vllm_config, layer)
+    if _provider(layer.attn_sink) == "flashinfer":
+        flashinfer = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
+        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and buffers only, and after
+        # weights were loaded anew, of buffers only those of modules without weights.
+        layer.flashinfer = torch.nn.Module()
+        layer.flashinfer.register_buffer("workspace", flashinfer.workspace, persistent=False)
+        layer.flashinfer.register_buffer("counters", flashinfer.counters, persistent=False)
     if provider():
         logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
+    elif problem := falls_back(layer.attn_sink.device):
+        logger.warning_once("DeepSeek V4: %s", problem)
     else:
-        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.kv_scale.device.type))
+        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device))
+    LAYERS.add(layer)
+
+
+@functools.cache
+def on_device(value: float, device: torch.device) -> torch.Tensor:
+    """One float32 element, as the kernels that write take scales; made before graphs are captured, by warm-up."""
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def _provider(tensor: torch.Tensor) -> str:
-    return provider() or pick_provider(tensor.device.type)[0]
+    return provider() or pick_provider(tensor.device)[0]
 
 
 def query_dtype(cache: torch.Tensor) -> torch.dtype:
@@ -78,16 +85,18 @@ def insert(
     rest = (swa_metadata.slot_mapping, positions, cos_sin_cache)
     if cache.dtype == torch.bfloat16:
         torch.ops.dsv4_kernels.full_cache_bf16_insert(q, kv, cache, *rest, eps, swa_metadata.block_size)
-    elif query_dtype(cache) == torch.float8_e4m3fn:
+        return q
+    kv_scale = on_device(layer.kv_scale, q.device)
+    if query_dtype(cache) == torch.float8_e4m3fn:
         q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
         torch.ops.dsv4_kernels.full_cache_fp8_insert(
-            q, kv, q_fp8, cache, *rest, layer.kv_scale, layer.q_scale_inv, eps, swa_metadata.block_size
-        )
+            q, kv, q_fp8, cache, *rest, kv_scale, on_device(1 / layer.q_scale, q.device), eps,
+            swa_metadata.block_size,
+        )  # fmt: skip
         return q_fp8
-    else:
-        torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
-            q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
-        )
+    torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
+        q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size
+    )
     return q
 
 
@@ -114,7 +123,7 @@ def compress(
         compressor.norm.weight,
         compressor.rms_norm_eps,
         layer.compress_ratio,
-        None if layer.kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
+        None if layer.kv_cache.dtype == torch.bfloat16 else on_device(layer.kv_scale, positions.device),
     )
     return True
 
@@ -122,11 +131,32 @@ def compress(
 def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
     """Run the inner attention layer on the metadata of this forward pass; zeros while memory is measured."""
     metadata = get_forward_context().attn_metadata
-    if metadata is None:
+    if not isinstance(metadata, dict):
+        _reserve(layer, q)
         output.zero_()
         return
     compressed = None if layer.compress_ratio <= 1 else metadata[layer.prefix]
     attend(layer, q, output, metadata[layer.swa_cache_layer.prefix], compressed)
+
+
+def _reserve(layer: torch.nn.Module, q: torch.Tensor) -> None:
+    """Hold what the widest step takes, while vLLM measures memory: what is left it gives to the caches.
+
+    A C128A layer's table is [tokens, 128 + max_model_len / 128] int32: 260 MiB for 8192 tokens of a million.
+    """
+    if layer.kv_cache_dtype != "bfloat16" and _provider(q) == "flashinfer":
+        q = torch.empty_like(q, dtype=torch.float8_e4m3fn)
+    width = table_width(_compressed_width(layer, layer.max_model_len))
+    table = torch.empty(len(q), width, dtype=torch.int32, device=q.device)
+    if layer.compress_ratio != 4:  # the others live until the step ends, as here
+        get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})[layer.compress_ratio] = table
+
+
+def _compressed_width(layer: torch.nn.Module, longest: int) -> int:
+    """The most compressed rows that a token of this layer attends to in sequences of up to `longest` tokens."""
+    if layer.compress_ratio == 4:
+        return layer.topk_indices_buffer.shape[1]
+    return longest // layer.compress_ratio if layer.compress_ratio > 1 else 0
 
 
 def attend(
@@ -141,7 +171,7 @@ def attend(
     tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
     table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
     name = _provider(q)
-    q_scale = layer.q_scale_value if q.dtype == torch.float8_e4m3fn else 1.0
+    q_scale = layer.q_scale if q.dtype == torch.float8_e4m3fn else 1.0
     first = slice(swa_metadata.num_decode_tokens if name == "flashinfer" else tokens)
     parts: list[tuple] = [(first, q[first, None], output[first, None], table.visible[first], {})]
     if first.stop < tokens:
@@ -157,8 +187,8 @@ def attend(
             table.lens[part],
             seq_lens,
             out=out,
-            bmm1_scale=layer.scale * q_scale * layer.kv_scale_value,
-            bmm2_scale=layer.kv_scale_value,
+            bmm1_scale=layer.scale * q_scale * layer.kv_scale,
+            bmm2_scale=layer.kv_scale,
             # The parameter is padded to 64 heads for FlashMLA.
             sinks=layer.attn_sink[: q.shape[1]],
             kv_layout="NHD",
@@ -206,7 +236,7 @@ def _index_table(
         compressed = dict(
             compressed_block_table=compressed_metadata.block_table,
             compressed_block_size=compressed_metadata.block_size // ratio,
-            compressed_width=picked.shape[1] if ratio == 4 else _longest(layer, compressed_metadata) // ratio,
+            compressed_width=_compressed_width(layer, _longest(layer, compressed_metadata)),
             topk_indices=picked,
         )
     table = build_sparse_index_table(
@@ -230,55 +260,3 @@ def _longest(layer: torch.nn.Module, metadata: Any) -> int:
     if metadata.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
         return layer.max_model_len
     return min(metadata.max_seq_len, layer.max_model_len)
-
-
-def warm_up(worker: "Worker") -> None:
-    """Compile every kernel of this backend before the first request, on batches that hold padding only."""
-    context = worker.vllm_config.compilation_config.static_forward_context
-    # The outer layers, one of each ratio; no other model's inner layer has a `kv_scale_value`.
-    wrappers = {
-        layer.compress_ratio: layer
-        for layer in context.values()
-        if hasattr(getattr(layer, "mla_attn", None), "kv_scale_value")
-    }
-    if not wrappers:
-        return
-    start = time.perf_counter()
-    for wrapper in wrappers.values():
-        # One token is split over keys, a thousand are not.
-        for tokens in (1, 1024):
-            with set_forward_context(None, worker.vllm_config):
-                _warm_up_layer(wrapper, tokens)
-    torch.cuda.synchronize()
-    logger.info("Warm-up of the full-width attention kernels took %.1f s.", time.perf_counter() - start)
-
-
-def _warm_up_layer(wrapper: torch.nn.Module, tokens: int) -> None:
-    layer = wrapper.mla_attn
-    device = layer.kv_scale.device
-    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)  # noqa: E731
-    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-    window = SimpleNamespace(
-        slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.kv_cache.shape[1],  # more than its own where vLLM has one group of layers
-        token_to_req_indices=ints(tokens),
-        is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
-        query_start_loc=ints(2),
-        seq_lens=ints(1),
-        block_table=ints(1, 16),
-        num_decode_tokens=tokens,
-        num_prefill_tokens=0,
-    )
-    compressed = None
-    positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-    cos_sin_cache = wrapper.rotary_emb.cos_sin_cache
-    if wrapper.compressor is not None:
-        compressed = SimpleNamespace(
-            block_table=ints(1, 16), block_size=256, max_seq_len=layer.max_model_len, slot_mapping=nowhere
-        )
-        metadata = {wrapper.compressor.state_cache.prefix: window, layer.prefix: compressed}
-        compress(wrapper.compressor, layer, positions, cos_sin_cache, metadata)
-    q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(q)
-    q = insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, wrapper.eps)
-    attend(layer, q, out, window, compressed)

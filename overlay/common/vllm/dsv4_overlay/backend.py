@@ -1,17 +1,50 @@
 """The backend and its cache specs, as far as every release has them alike; `adapter` has the rest."""
 
+import copy
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import CacheConfig, VllmConfig
-from vllm.dsv4_overlay.config import is_full_cache, storage_dtype
+from vllm.dsv4_overlay.config import ACCEPTED_DTYPES, is_full_cache, storage_dtype
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
 
+def require(owner: object, name: str) -> None:
+    """Refuse a vLLM whose class or object has no `name`, which the overlay replaces: its own would run instead.
+
+    Raises:
+        RuntimeError: one sentence.
+    """
+    cls = owner if isinstance(owner, type) else type(owner)
+    declared = any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__)
+    if not hasattr(owner, name) and not declared:
+        raise RuntimeError(
+            f"{cls.__module__}.{cls.__name__} of this vLLM has no {name}, which vllm-dsv4-overlay replaces; "
+            "scripts/apply-patches.sh --status says what differs from the release it is for."
+        )
+
+
+def overriding(*added: str) -> Callable[[type], type]:
+    """Decorate a class derived from vLLM's: all that it defines, but for `added`, is there to be overridden."""
+
+    def check(cls: type) -> type:
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("vllm.dsv4_overlay.")]
+        theirs = next(base for base in cls.__mro__ if base not in ours)
+        for name in {name for base in ours for name in vars(base)}.difference(added):
+            if not name.startswith("__"):
+                require(theirs, name)
+        return cls
+
+    return check
+
+
 class FullCacheBackend:
     """Sparse MLA over 512-wide rows: what it has other than the V4 FlashMLA backend that it is mixed into."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(ACCEPTED_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -26,15 +59,24 @@ class FullCacheBackend:
 def _without_c128a_tables(builder: type) -> type:
     """vLLM's builder of metadata less what only FlashMLA reads: which rows a token of a C128A layer sees.
 
-    Those are two tables of int32 [max_num_batched_tokens, max_model_len / 128], filled in every step; with a
-    million tokens of context and 8192 in a step, 512 MiB.
+    Those are two tables of int32 [max_num_batched_tokens, max_model_len / 128], filled in every step and made
+    after memory was measured; with a million tokens of context and 8192 in a step, 512 MiB.
     """
 
+    @overriding()
     class FullCacheMetadataBuilder(builder):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            for name in ("c128a_global_decode_buffer", "c128a_decode_lens_buffer", "c128a_prefill_buffer"):
-                vars(self).pop(name, None)
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        ) -> None:
+            short = copy.copy(vllm_config)
+            short.model_config = copy.copy(vllm_config.model_config)
+            short.model_config.max_model_len = 1  # a table of the smallest width there is
+            super().__init__(kv_cache_spec, layer_names, short, device)
+            self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+            if self.compress_ratio == 128:
+                for name in ("c128a_global_decode_buffer", "c128a_decode_lens_buffer", "c128a_prefill_buffer"):
+                    require(self, name)
+                    delattr(self, name)
 
         def _build_c128a_metadata(self, *args: Any) -> dict[str, Any]:
             return {}
@@ -42,6 +84,7 @@ def _without_c128a_tables(builder: type) -> type:
     return FullCacheMetadataBuilder
 
 
+@overriding()
 class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):
     """The sliding window with rows of 512 elements and no padding of its pages."""
 

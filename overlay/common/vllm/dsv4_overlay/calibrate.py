@@ -38,10 +38,9 @@ class AmaxObserver:
     """
 
     def dsv4_observe(self) -> None:
-        layers = self.vllm_config.compilation_config.static_forward_context.values()
-        layers = [layer for layer in layers if hasattr(layer, "kv_scale_value")]
         self.dsv4_amax = {
-            extract_layer_index(layer.prefix): torch.zeros(2, device=layer.kv_scale.device) for layer in layers
+            extract_layer_index(layer.prefix): torch.zeros(2, device=layer.attn_sink.device)
+            for layer in attention.LAYERS
         }
         forward = attention.forward
 

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepSeekV4MTPModel")
+_DRAFT_LAYERS = "DeepSeekV4MTPModel"
+_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS)
 _WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
 # From 0.23.0 on the name is vLLM's own, for Blackwell and for more models; the overlay adds Hopper.
 NAME_IS_OURS = _FULL_CACHE.value.startswith("vllm.dsv4_overlay.")
 # What --kv-cache-dtype may say under the full-width backend, and the name it goes by from then on.
-_ACCEPTED_DTYPES = {
+ACCEPTED_DTYPES = {
     "auto": "bfloat16",
     "bfloat16": "bfloat16",
     "fp8": "fp8_per_tensor",
@@ -37,8 +38,8 @@ _STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "fp8_per_tensor": torch.float8_e4
 _PACKED_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 # What the kernels are written for; all released checkpoints have these.
 _DIMENSIONS = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128}
-# Drafts with attention of their own, whose layers would get this cache or backend, and fail after loading.
-_OTHER_DRAFTS = ("draft_model", "eagle", "eagle3", "dflash", "extract_hidden_states")
+# Drafts that are DeepSeek V4's own layers, or need none; those of others would get this cache or backend.
+_DRAFTS = ("mtp", "ngram", "ngram_gpu", "suffix")
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -54,6 +55,17 @@ def storage_dtype(cache_dtype: str) -> torch.dtype:
     return _STORAGE_DTYPES[cache_dtype]
 
 
+def full_width_fp8(vllm_config: "VllmConfig") -> bool:
+    """Whether the configuration, resolved or not, has a DeepSeek V4 model on the full-width cache in FP8."""
+    cache_dtype, backend = vllm_config.cache_config.cache_dtype, vllm_config.attention_config.backend
+    return (
+        vllm_config.model_config.architecture in _ARCHITECTURES
+        and (backend is _FULL_CACHE or is_full_cache(cache_dtype))
+        and ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+        and not _packed()
+    )
+
+
 def provider() -> str | None:
     """The provider of `sparse_mla` that VLLM_DSV4_PROVIDER asks for; None lets `sparse_mla` pick."""
     return os.environ.get(_PROVIDER_VARIABLE) or None
@@ -65,6 +77,11 @@ def vllm_serves_itself() -> bool:
     return not NAME_IS_OURS and capability is not None and capability.major in (10, 12)
 
 
+def _packed() -> bool:
+    """Whether on this GPU the backend is vLLM's own, on FlashMLA's rows whatever the name of the cache dtype."""
+    return vllm_serves_itself() and _capability().major == 12
+
+
 def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     """Resolve the backend and the cache dtype of a DeepSeek V4 model in place; leave every other model alone.
 
@@ -74,7 +91,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
 
     Raises:
         ValueError: the combination, the GPU, the model's dtype, dimensions or head count, the kind of parallelism
-            or of speculation, the provider or the scales cannot be served. One sentence.
+            or of speculation, the provider, the scales or the way rows are shared cannot be served. One sentence.
     """
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
@@ -96,8 +113,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
 
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
-    packed = itself and _capability().major == 12
-    fp8 = full_cache and not packed and _ACCEPTED_DTYPES.get(cache_dtype) == "fp8_per_tensor"
+    packed, fp8 = _packed(), full_width_fp8(vllm_config)
     if scales_file(vllm_config) and not fp8:
         rest = f"; omit it, or use --attention-backend {_FULL_CACHE.name} --kv-cache-dtype fp8."
         if packed:
@@ -110,7 +126,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache_dtype} is the full-width cache of DeepSeek V4, which {backend.name} "
             f"cannot read; use --attention-backend {_FULL_CACHE.name}, or fp8_ds_mla for FlashMLA."
         )
-    accepted = _PACKED_DTYPES if packed else tuple(_ACCEPTED_DTYPES)
+    accepted = _PACKED_DTYPES if packed else tuple(ACCEPTED_DTYPES)
     if cache_dtype not in accepted:
         raise ValueError(
             f"--kv-cache-dtype {cache_dtype} is not served by --attention-backend {_FULL_CACHE.name}"
@@ -122,6 +138,9 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         check_machine()
         _check_layers(vllm_config)
     if fp8:
+        from vllm.dsv4_overlay.transfer import check_connectors  # it imports this module
+
+        check_connectors(vllm_config)
         check_scales(vllm_config)
         if path := scales_file(vllm_config):  # a Ray worker is in another folder
             vllm_config.additional_config = vllm_config.additional_config | {OPTION: os.path.abspath(path)}
@@ -129,7 +148,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     vllm_config.attention_config.backend = _FULL_CACHE
     if itself:
         return
-    cache_config.cache_dtype = _ACCEPTED_DTYPES[cache_dtype]
+    cache_config.cache_dtype = ACCEPTED_DTYPES[cache_dtype]
     logger.info_once(
         "DeepSeek V4 runs on %s with a full-width %s KV cache and %d heads a GPU.",
         _FULL_CACHE.name,
@@ -171,7 +190,7 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             "--prefill-context-parallel-size, and use --tensor-parallel-size or --data-parallel-size."
         )
     for option in ("calculate_kv_scales", "kv_cache_dtype_skip_layers"):  # vLLM's V4 layers would read neither
-        if getattr(cache_config, option, None) and _ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor":
+        if getattr(cache_config, option, None) and ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor":
             raise ValueError(
                 f"{_FULL_CACHE.name} does not serve --{option.replace('_', '-')}; omit it: scales come from "
                 f"{OPTION} in --additional-config, and python -m vllm.dsv4_overlay.calibrate measures them."
@@ -187,10 +206,12 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
             f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see more than a window; use MTP, "
             f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
         )
-    if speculative.method in _OTHER_DRAFTS:
+    draft = speculative.draft_model_config if speculative.method == "mtp" else None
+    if speculative.method not in _DRAFTS or (draft and draft.architecture != _DRAFT_LAYERS):
+        what = draft.architecture if draft else speculative.method
         raise ValueError(
-            f"{_FULL_CACHE.name} serves no drafts of {speculative.method}, only DeepSeek V4's own layers; use "
-            "MTP, or n-grams."
+            f"{_FULL_CACHE.name} serves no drafts of {what}, only DeepSeek V4's own layers, n-grams and suffixes; "
+            f"use one of {', '.join(_DRAFTS)}."
         )
     backend = getattr(speculative, "attention_backend", None)
     if backend not in (None, _FULL_CACHE):
@@ -199,8 +220,8 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
         )
     dtype = getattr(speculative, "kv_cache_dtype", None)  # from 0.23.0 on
     if dtype is not None:
-        resolved = _ACCEPTED_DTYPES[cache_dtype]
-        if _ACCEPTED_DTYPES.get(dtype) != resolved:
+        resolved = ACCEPTED_DTYPES[cache_dtype]
+        if ACCEPTED_DTYPES.get(dtype) != resolved:
             raise ValueError(
                 f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share the model's; omit it."
             )
@@ -226,6 +247,16 @@ def check_machine() -> None:
     if chosen == "flashinfer" and (problem := flashinfer_sparse_mla.misfit(capability)):
         who = f"{_PROVIDER_VARIABLE}=flashinfer" if provider() else f"{_FULL_CACHE.name} on this GPU"
         raise ValueError(f"{who} needs FlashInfer, but {problem}.")
+
+
+def falls_back(device: torch.device | str) -> str | None:
+    """Why Triton, unasked, serves tensors on `device`, and what to do; None where it does not."""
+    from vllm.third_party.dsv4_kernels import pick_provider
+
+    name, reason = pick_provider(device)
+    if provider() or name != "triton":
+        return None
+    return f"attention by Triton, mostly slower than FlashMLA, for {reason}."
 
 
 def serves(capability: tuple[int, int] | None) -> bool:

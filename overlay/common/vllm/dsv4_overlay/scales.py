@@ -11,15 +11,18 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
@@ -27,7 +30,7 @@ logger = init_logger(__name__)
 OPTION = "dsv4_scales"
 _CALIBRATE = "vllm.dsv4_overlay.calibrate"
 COMMAND = f"python -m {_CALIBRATE}"
-_NAME = re.compile(r"(layers|mtp)\.\d+\.attn\.[kq]_scale")
+_NAME = re.compile(r"(layers|mtp)\.\d+\.attn\.[kq]_scale$")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -85,13 +88,41 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     )
 
 
-def layer_scales(vllm_config: "VllmConfig", prefix: str) -> tuple[float, float]:
-    """(kv, q) of the layer that vLLM calls `prefix`."""
+def layer_scales(vllm_config: "VllmConfig", layer: "torch.nn.Module") -> tuple[float, float]:
+    """(kv, q) of a layer; `layer.dsv4_scales` has them by their names, for `without_scales`."""
     # Not at the top: config.py imports this module, and is itself imported for every model.
     from vllm.model_executor.models.utils import extract_layer_index
 
     main_layers = vllm_config.model_config.hf_config.num_hidden_layers
-    return load_scales(vllm_config).of_layer(extract_layer_index(prefix), main_layers)
+    number = extract_layer_index(layer.prefix)
+    kv, q = load_scales(vllm_config).of_layer(number, main_layers)
+    prefix = layer_prefix(number, main_layers)
+    # Those of a file win over any that weights bring.
+    layer.dsv4_scales = {} if scales_file(vllm_config) else {f"{prefix}.k_scale": kv, f"{prefix}.q_scale": q}
+    return kv, q
+
+
+def without_scales(
+    model: "torch.nn.Module", weights: Iterable[tuple[str, "torch.Tensor"]]
+) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """`weights` for the loader of `model`, whose layers have had the scales among them since they were made.
+
+    Raises:
+        ValueError: they are others, as those of weights for a running server may be; one sentence.
+    """
+    applied: dict[str, float] = {}
+    for layer in model.modules():
+        applied |= getattr(layer, "dsv4_scales", {})
+    for name, weight in weights:
+        found = _NAME.search(name)
+        if found is None:
+            yield name, weight
+        elif found[0] in applied and float(weight) != applied[found[0]]:
+            raise ValueError(
+                f"{found[0]} of these weights is {float(weight)}, and this server has been started with "
+                f"{applied[found[0]]}, which it keeps; start it with these weights, or name a file of scales for "
+                f"them and others as {OPTION}."
+            )
 
 
 def load_scales(vllm_config: "VllmConfig") -> Scales:
@@ -122,11 +153,11 @@ def _from_file(path: str) -> Scales:
 @functools.cache
 def _from_checkpoint(model: str, revision: str | None, download_dir: str | None) -> Scales:
     folder, source = Path(model), f"checkpoint {model}"
-    index = get_hf_file_to_dict(_INDEX, model, revision)
-    if index is None and download_dir and not folder.is_dir():  # where vLLM's loader puts it
+    download = functools.partial(_download, model, revision, download_dir)
+    index = None if envs.VLLM_USE_MODELSCOPE else get_hf_file_to_dict(_INDEX, model, revision)
+    if index is None and (folder.is_dir() or download_dir or envs.VLLM_USE_MODELSCOPE):
         with contextlib.suppress(OSError, ValueError):
-            file = hf_hub_download(model, _INDEX, revision=revision, cache_dir=download_dir)
-            index = json.loads(Path(file).read_text())
+            index = json.loads(Path(download(_INDEX)).read_text())
     if index is None and not folder.is_dir():
         raise ValueError(
             f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; download it and serve its "
@@ -140,14 +171,23 @@ def _from_checkpoint(model: str, revision: str | None, download_dir: str | None)
         shards = {name: shard for name, shard in shards.items() if _NAME.fullmatch(name)}
         if not shards:
             return Scales(f"none given; {COMMAND} measures them", {})
-        paths = {
-            shard: str(folder / shard) if folder.is_dir()
-            else hf_hub_download(model, shard, revision=revision, cache_dir=download_dir)
-            for shard in set(shards.values())
-        }  # fmt: skip
+        paths = {shard: download(shard) for shard in set(shards.values())}
         return Scales(source, _read(source, {name: paths[shard] for name, shard in shards.items()}))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"Scales of {source} cannot be read ({error}).") from None
+
+
+def _download(model: str, revision: str | None, download_dir: str | None, name: str) -> str:
+    """The path of a file of `model`, a folder or, on the hub that vLLM takes weights from, a repository."""
+    if Path(model).is_dir():
+        return str(Path(model) / name)
+    if envs.VLLM_USE_MODELSCOPE:
+        # Not at the top: this module is imported for every model.
+        from vllm.model_executor.model_loader.weight_utils import maybe_download_from_modelscope
+
+        folder = maybe_download_from_modelscope(model, revision, download_dir, allow_patterns=[name])
+        return str(Path(folder) / name)
+    return hf_hub_download(model, name, revision=revision, cache_dir=download_dir)
 
 
 def _read(source: str, paths: dict[str, str]) -> dict[str, float]:
