@@ -300,7 +300,7 @@ def _restorable(target: Target, state: str) -> tuple[list[tuple[dict, str, bytes
             if lost := original_lost(root, entry):
                 raise lost
             back.append((entry, now, data))
-        elif now == "edited" and (root / kept(STAGED, path)).exists():
+        elif now == "edited" and state == "changing" and (root / kept(STAGED, path)).exists():
             # Its place has not been taken by us, or was given back; so nothing of ours is in it.
             notes.append(f"{path} was edited after the run that was interrupted had begun; it is left as it is")
         elif now in ("edited", "missing"):

@@ -487,6 +487,24 @@ def test_not_writable(engine, tmp_path, kind, mode):
         assert said.startswith(expected)
 
 
+def test_a_state_folder_that_is_not_writable(engine, tmp_path):
+    target = make_target(tmp_path / "t", "source", modes={})
+    engine.ok(target)
+    for path in [*tmp_path.parents[:2], tmp_path, target, *target.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o777)
+    (target / "vllm/_dsv4_overlay").chmod(0o555)
+    before = snapshot(target)
+
+    def attempt():
+        return json.dumps(engine(target, "--revert")[1]["error"])
+
+    error = json.loads(as_nobody(attempt))
+    assert error["code"] == "not-writable" and error["path"] == str(target / "vllm/_dsv4_overlay")
+    assert error["message"].endswith("(nothing was changed).")
+    assert snapshot(target) == before
+
+
 @pytest.mark.parametrize("name", ["replace", "write", "fsync", "mkdir", "rmdir"])
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_an_error_on_the_way_puts_everything_back(engine, tmp_path, monkeypatch, name, after):
