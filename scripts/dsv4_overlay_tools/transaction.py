@@ -31,6 +31,7 @@ reached, not on where the failure was.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -299,7 +300,7 @@ def _restorable(target: Target, state: str) -> tuple[list[tuple[dict, str, bytes
             if lost := original_lost(root, entry):
                 raise lost
             back.append((entry, now, data))
-        elif now == "edited" and (root / kept(STAGED, path)).exists():
+        elif now == "edited" and state == "changing" and (root / kept(STAGED, path)).exists():
             # Its place has not been taken by us, or was given back; so nothing of ours is in it.
             notes.append(f"{path} was edited after the run that was interrupted had begun; it is left as it is")
         elif now in ("edited", "missing"):
@@ -314,18 +315,18 @@ def _restorable(target: Target, state: str) -> tuple[list[tuple[dict, str, bytes
 
 def _remove_folders(root: Path, folders: list[str]) -> list[str]:
     """Remove what apply made of `folders`, if nothing else is in it by now; return what to say of the rest."""
-    strays = []
     for folder in sorted(folders, reverse=True):  # from the inside out
-        with contextlib.suppress(OSError):
-            os.rmdir(root / folder / "__pycache__")
-        try:
-            os.rmdir(root / folder)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            items = sorted(f"{folder}/{name}" for name in os.listdir(root / folder))
-            strays += [item for item in items if item not in folders] or ([] if items else [folder])
-    return [f"not from this overlay, and left where it is: {stray}" for stray in strays]
+        for place in (root / folder / "__pycache__", root / folder):
+            try:
+                os.rmdir(place)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+    there = [folder for folder in folders if (root / folder).is_dir()]
+    left = {f"{folder}/{name}" for folder in there for name in os.listdir(root / folder)}.difference(folders)
+    return [f"not from this overlay, and left where it is: {path}" for path in sorted(left)]
 
 
 def _refuse_strangers(root: Path) -> None:

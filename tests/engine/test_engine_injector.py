@@ -1,7 +1,8 @@
 """Each call by which the engine looks at a tree or changes it fails, or is where a signal comes, one at a time.
 
 Nothing may be lost, whatever happens: what is said of the tree is true, a second run completes it, and --revert
-gives every byte back. Every day a sample of the calls; all of them, in about half an hour, with
+gives every byte back. Every day only the calls that lead from one state to the next; all of them, in about an
+hour on two busy cores, with
 
     DSV4_OVERLAY_INJECT=all scripts/test.sh tests/engine/test_engine_injector.py
 """
@@ -21,13 +22,14 @@ from dsv4_overlay_tools import cli
 from smallworld import copy, make_repo, make_target, snapshot
 
 EVERYTHING = os.environ.get("DSV4_OVERLAY_INJECT") == "all"
-CHANGING = ("open", "write", "close", "fsync", "replace", "mkdir", "rmdir", "unlink", "chmod", "fchmod", "chown",
-            "utime", "setxattr")  # fmt: skip
-LOOKING = ("stat", "lstat", "fstat", "listdir", "scandir", "access", "listxattr", "getxattr")
-CALLS = CHANGING + LOOKING if EVERYTHING else CHANGING
-FAULTS = ("error", "error after its effect", "full disk", "SIGINT", "SIGTERM", "SIGKILL")
-KINDS = ("source", "installed") if EVERYTHING else ("installed",)
-STRIDE = 1 if EVERYTHING else 7
+KINDS = ("installed",)
+CALLS = ("fsync", "replace", "mkdir", "rmdir", "unlink")
+FAULTS = ("error", "error after its effect", "SIGINT")
+if EVERYTHING:
+    CALLS += ("open", "write", "close", "chmod", "fchmod", "chown", "utime", "setxattr",
+              "stat", "lstat", "fstat", "listdir", "scandir", "access", "listxattr", "getxattr")  # fmt: skip
+    KINDS += ("source",)
+    FAULTS += ("full disk", "SIGTERM", "SIGKILL")
 
 
 def injected(step, fault, argv, repo, said):
@@ -95,6 +97,7 @@ class World:
         engine.ok(self.applied)
         self.snapshots = {"clean": snapshot(self.clean), "applied": snapshot(self.applied)}
         del self.snapshots["clean"]["vllm/__pycache__/config.cpython-311.pyc"]
+        self.mended = []  # trees from which the next runs have been seen to go well
 
     def cut(self, start, argv):
         """A copy of `start` in which `argv` was killed when it had changed or moved away the first file."""
@@ -111,6 +114,11 @@ class World:
         found = snapshot(tree)
         found.pop("vllm/__pycache__/config.cpython-311.pyc", None)
         return found
+
+
+def of_vllm(found):
+    """The files in a snapshot that are not the engine's own."""
+    return {path: what for path, what in found.items() if what[0] == "file" and "/_dsv4_overlay/" not in path}
 
 
 def examine(world, tree, status, said, goal, start):
@@ -130,10 +138,13 @@ def examine(world, tree, status, said, goal, start):
             message = report["error"]["message"]
             assert report["error"]["code"] != "record-lost", report
             assert ("put back" in message) <= (state == {"between": "clean"}.get(start, start)), report
-            assert ("between two states" in message) <= (state == "between"), report
-    for argv, wanted in (([], "applied"), (["--revert"], "clean")):
-        world.engine.ok(tree, *argv)
-        assert world.seen(tree) == world.snapshots[wanted]
+            if "between two states" in message:
+                assert all(of_vllm(now) != of_vllm(found) for found in world.snapshots.values()), report
+    if now not in world.mended:
+        world.mended.append(now)
+        for argv, wanted in (([], "applied"), (["--revert"], "clean")):
+            world.engine.ok(tree, *argv)
+            assert world.seen(tree) == world.snapshots[wanted]
     return state
 
 
@@ -156,7 +167,7 @@ def test_each_call(engine, tmp_path, kind, run, fault):
         origin = getattr(world, start)
     seen = Counter()
     said = tmp_path / "said"
-    step = 1 + (0 if EVERYTHING else FAULTS.index(fault))
+    step = 1
     while True:
         said.write_text("")
         tree = copy(origin, tmp_path / "tree")
@@ -166,6 +177,6 @@ def test_each_call(engine, tmp_path, kind, run, fault):
         shutil.rmtree(tree)
         if not there:
             break
-        step += STRIDE
+        step += 1
     print(f"{kind}, {run}, {fault}: {step - 1} calls, no loss; {dict(seen)}")
     assert seen[goal] and sum(seen.values()) > 4

@@ -134,7 +134,7 @@ def test_what_is_said_of_changed_sources_is_so(engine, tmp_path):
 def no_waiting():
     """A call that never returns is an error within seconds."""
     def late(number, frame):
-        raise TimeoutError("it waits")
+        raise AssertionError("it waits")  # not TimeoutError, which is an OSError
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(20)
@@ -504,6 +504,24 @@ def test_not_writable(engine, tmp_path, kind, mode):
         # git itself looks at the owner first; the environment above silenced it.
         expected = "not-vllm git distrusts" if kind == "git" else "not-readable vllm/config.py"
         assert said.startswith(expected)
+
+
+def test_a_state_folder_that_is_not_writable(engine, tmp_path):
+    target = make_target(tmp_path / "t", "source", modes={})
+    engine.ok(target)
+    for path in [*tmp_path.parents[:2], tmp_path, target, *target.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o777)
+    (target / "vllm/_dsv4_overlay").chmod(0o555)
+    before = snapshot(target)
+
+    def attempt():
+        return json.dumps(engine(target, "--revert")[1]["error"])
+
+    error = json.loads(as_nobody(attempt))
+    assert error["code"] == "not-writable" and error["path"] == str(target / "vllm/_dsv4_overlay")
+    assert error["message"].endswith("(nothing was changed).")
+    assert snapshot(target) == before
 
 
 @pytest.mark.parametrize("name", ["replace", "write", "fsync", "mkdir", "rmdir"])
