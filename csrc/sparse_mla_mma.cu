@@ -585,17 +585,17 @@ struct Consumer {
             for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
           }
         } else if constexpr (S::kHasWideValues) {
-          uint32_t b[8][2], a[2][4];
+          uint32_t b[8][2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
-          if constexpr (S::kHasBoth)
-            wide_weights(a, weights, k);
-          else
-            unpack(a[0], weights.term[0][k][lane]), unpack(a[1], weights.term[S::kTerms - 1][k][lane]);
 #pragma unroll
-          for (int term = 0; term < 2; ++term)
+          for (int term = 0; term < S::kTerms; ++term) {
+            uint32_t a[4];
+            unpack(a, weights.term[term][k][lane]);
+            if constexpr (S::kHasBoth) to_wide_weights(a, weights, k);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) multiply<false>(acc[run * 8 + j], a[term], b[j][0], b[j][1]);
+            for (int j = 0; j < 8; ++j) multiply<false>(acc[run * 8 + j], a, b[j][0], b[j][1]);
+          }
         }
       }
   }
@@ -615,16 +615,14 @@ struct Consumer {
       b[w * 4 + 2][half] = e4m3_low(high), b[w * 4 + 3][half] = e4m3_high(high);
     }
   }
-  // Weights of 16 keys for wide values beside narrow ones: BF16, high and low part, and not those of rows' powers.
-  __device__ __forceinline__ void wide_weights(uint32_t (&a)[2][4], const Weights<S>& weights, int k) const {
-    uint32_t half[4];
-    unpack(half, weights.term[0][k][lane]);
+  // Weights of 16 keys for wide values beside narrow ones: BF16, and not those of rows' powers. One term is enough
+  // where it meets an eighth of the dimensions.
+  __device__ __forceinline__ void to_wide_weights(uint32_t (&a)[4], const Weights<S>& weights, int k) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const RowPower* const power = weights.power + k * 16 + i / 2 * 8 + 2 * t;
-      float2 x = __half22float2(reinterpret_cast<const __half2&>(half[i]));
-      x.x *= power[0].inverse, x.y *= power[1].inverse;
-      a[0][i] = pack_bf16(x.x, x.y), a[1][i] = rest_bf16(x.x, x.y, a[0][i]);
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(a[i]));
+      a[i] = pack_bf16(x.x * power[0].inverse, x.y * power[1].inverse);
     }
   }
   __device__ __forceinline__ void wide_values(uint32_t (&b)[8][2], int half, int stage, int row8, unsigned dim0) const {

@@ -9,6 +9,8 @@ from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error, skip_unless_ser
 
 FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones
 PACKED = FORMATS[:2]
+# The sm90 provider's weights of 584-byte rows are BF16 where they meet RoPE values, an eighth of all.
+TOLERANCES = {"584": 5e-4}
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
 
@@ -175,7 +177,7 @@ class Case:
         want, want_lse, want_top = self.expected()
         assert not out.isnan().any() and (want.any() or not out.any())
         if want.any():
-            assert excess_error(out, want) < TOLERANCE
+            assert excess_error(out, want) < TOLERANCES.get(self.rows, TOLERANCE)
         for found, exact in ((lse, want_lse), (top, want_top)):
             if found is not None:
                 assert found.dtype == torch.float32
@@ -459,7 +461,7 @@ def test_graph_replay_with_changed_lengths(device, fast_provider, rows):
                       (query, other.query), (sinks, other.sinks)):  # fmt: skip
         mine.copy_(new)
     graph.replay()
-    assert excess_error(out, other.expected()[0]) < TOLERANCE
+    assert excess_error(out, other.expected()[0]) < TOLERANCES.get(rows, TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -480,4 +482,4 @@ def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, h
     cache.keys, cache.on = torch.empty(0), lambda *_: large
     case.active = lambda number: torch.zeros_like(indices, dtype=torch.bool)
     cache.poison = lambda used: None
-    assert excess_error(case.run(fast_provider)[0], want) < TOLERANCE
+    assert excess_error(case.run(fast_provider)[0], want) < TOLERANCES.get(rows, TOLERANCE)
