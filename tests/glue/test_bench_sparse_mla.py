@@ -82,11 +82,8 @@ def test_a_round(monkeypatch, wrong):
 
     monkeypatch.setattr(bench, "TOP_K", {8: 16})
     monkeypatch.setattr(bench, "PROVIDERS", ["reference"])
-    phases = {name: [*case] for name, case in bench.CASES.items()}
-    for name, case in phases.items():
-        case[1] = (64,) if case[0] == "prefill" else (3,)
-        if name == "prompt_end":
-            case[2] = bench.of_a_prompt(512)
+    phases = {name: [*bench.CASES[name]] for name in ("mixed", "prompt")}
+    phases["mixed"][1], phases["prompt"][1] = (2,), (64,)
     monkeypatch.setattr(bench, "CASES", phases)
     monkeypatch.setattr(bench, "captured", lambda call, calls: call(calls - 1))
     monkeypatch.setattr(bench, "in_turns", lambda flashmla, ours: (20.0, 10.0))
