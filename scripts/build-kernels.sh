@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
-# Build the native kernels: docs/native-kernels.md.
-#
-#   build-kernels.sh                 into the overlay, from where apply-patches.sh takes them along
-#   build-kernels.sh FILE.so         into FILE.so, to be carried to a machine without nvcc
-#   build-kernels.sh --from FILE.so  build nothing: take FILE.so, built elsewhere from the same csrc/, into the overlay
+# usage: build-kernels.sh                 build the native kernels into the overlay; apply-patches.sh takes them along
+#        build-kernels.sh FILE.so         into FILE.so, to be carried to a machine without nvcc
+#        build-kernels.sh --from FILE.so  build nothing: take FILE.so, built elsewhere of the same csrc/, into the overlay
 #
 #   DSV4_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
 #   CUDA_HOME         where nvcc is, if not on PATH
 #
-# The headers come from the torch of the active Python.
+# The headers come from the torch of the active Python. More: docs/native-kernels.md.
 set -euo pipefail
 torch_target=2.11 # the oldest that the library serves
 read -ra archs <<<"${DSV4_CUDA_ARCHS-90a 100a 103a 120a}"

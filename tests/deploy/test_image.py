@@ -398,7 +398,11 @@ def test_no_container_outlives_the_tests(name, tmp_path):
 
     def containers_after(end):
         test.write_text(ENDING.format(end=end))
-        done = subprocess.run([*pytest_again, test], capture_output=True, text=True, env=env, cwd=tmp_path)
+        # A process that was started in the background would hand on that it ignores SIGINT.
+        done = subprocess.run(
+            [*pytest_again, test], capture_output=True, text=True, env=env, cwd=tmp_path,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         print(done.stdout)
         listing = ["buildah", "--root", store, "containers", "--quiet"]
         return done.returncode, subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()

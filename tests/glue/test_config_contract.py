@@ -226,7 +226,7 @@ def test_images_on_hopper(monkeypatch):
     [
         *(
             (dict(method=method), f"serves no drafts of {method}, only DeepSeek V4's own layers, n-grams")
-            for method in METHODS - {"mtp", "ngram", "ngram_gpu", "suffix", "dspark"}
+            for method in sorted(METHODS - {"mtp", "ngram", "ngram_gpu", "suffix", "dspark"})
         ),
         (dict(draft_model_config=SimpleNamespace(architecture="MiMoMTPModel")), "no drafts of MiMoMTPModel,"),
         (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),

@@ -519,7 +519,7 @@ def test_depends_on_nothing_that_differs_between_machines(built):
 def test_the_build_without_what_it_needs_says_so(tmp_path):
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
-    for name in ("bash", "dirname", "env", "sed", "sort", "head"):
+    for name in ("bash", "dirname", "env", "sed", "sort", "head", "readlink"):
         (bin_folder / name).symlink_to(shutil.which(name))
     env = {"PATH": str(bin_folder), "CUDA_HOME": "", "VIRTUAL_ENV": ""}
     out = tmp_path / "out.so"
