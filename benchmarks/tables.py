@@ -127,6 +127,18 @@ def by_heads() -> str:
     return attention([("full", 16), ("prompt" if prompt else "scattered", 4096)])
 
 
+def stock_rows() -> str:
+    found = load("stock_rows_h200")["results"]
+    calls = {(row["rows"], row["phase"], row["tokens"]): None for row in found}
+    heads = sorted({row["heads"] for row in found})
+    rows = []
+    for store, phase, tokens in calls:
+        at = {row["heads"]: f"{row['speedup']:.2f}" for row in found
+              if (row["rows"], row["phase"], row["tokens"]) == (store, phase, tokens)}  # fmt: skip
+        rows.append([f"{store}, {phase} of {tokens}", *(at.get(number, "") for number in heads)])
+    return markdown(["heads on each GPU", *heads], rows)
+
+
 def accuracy() -> str:
     native, triton = "accuracy_e2e_h200", "accuracy_e2e_h200_triton"
     rows = []
@@ -209,7 +221,7 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, summary, by_heads, attention, accuracy, row_sizes, one_call, models, serving, serving_share,
+    headline, summary, by_heads, attention, stock_rows, accuracy, row_sizes, one_call, models, serving, serving_share,
     decode_step, steps,
 )}  # fmt: skip
 
