@@ -221,8 +221,8 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, summary, by_heads, attention, stock_rows, accuracy, row_sizes, one_call, models, serving, serving_share,
-    decode_step, steps,
+    headline, summary, by_heads, attention, stock_rows, accuracy, row_sizes, one_call, models, serving,
+    serving_share, decode_step, steps,
 )}  # fmt: skip
 
 
