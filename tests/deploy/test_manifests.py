@@ -569,7 +569,7 @@ def test_other_settings(tmp_path):
 def test_the_check_knows_what_the_overlay_accepts():
     """Read from the source: this must not need vLLM."""
     source = (ROOT / "overlay/common/vllm/dsv4_overlay/config.py").read_text()
-    table = re.search(r"^_ACCEPTED_DTYPES = (\{.*?^\})", source, re.MULTILINE | re.DOTALL)[1]
+    table = re.search(r"^ACCEPTED_DTYPES = (\{.*?^\})", source, re.MULTILINE | re.DOTALL)[1]
     assert list(check.CACHE_DTYPES[check.FULL_CACHE]) == list(yaml.safe_load(table))
     for backend in check.CACHE_DTYPES:
         assert f"AttentionBackendEnum.{backend}\n" in source

@@ -322,6 +322,7 @@ def test_workspace_is_made_with_the_layer(launcher, monkeypatch):
     monkeypatch.setattr(attention, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(attention, "check_machine", lambda: None)
     layer = torch.nn.Module()
+    layer.attn_sink = torch.empty(64)
     attention.init_layer(layer)
     assert flashinfer_sparse_mla.prepare.cache_info().currsize == 1
     prepared = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
