@@ -4,7 +4,8 @@ case ${1:-} in
 -h | --help)
     cat <<'END'
 usage: test.sh             the patch series, and all tests on vLLM 0.22.1
-       test.sh --all       also those of the image, and of vLLM on each other release
+       test.sh --releases  also those of vLLM on each other release
+       test.sh --all       also those of the image
        test.sh OPTIONS     pytest with these options, on 0.22.1 or $VLLM_RELEASE:
                            test.sh tests/kernels -k insert
 
@@ -56,11 +57,11 @@ run() { # RELEASE, options of pytest
     VLLM_SOURCE=$tree "$python" -u -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider -rs "${@:2}"
 }
 
-if [ $# -gt 0 ] && [ "$1" != --all ]; then
+if [[ ! ${1---all} =~ ^--(all|releases)$ ]]; then
     run "${VLLM_RELEASE:-0.22.1}" "$@"
     exit
 fi
-[ $# -le 1 ] || stop "--all takes no other options."
+[ $# -le 1 ] || stop "$1 takes no other options."
 
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
@@ -96,8 +97,10 @@ step "Python's style (ruff)" "$python" -m ruff check --quiet .
 step "patch series (check-series.sh)" scripts/check-series.sh
 step "README's table (support-matrix.sh)" scripts/support-matrix.sh --check
 tests 0.22.1 "" -m "not image"
-if [ $# -gt 0 ]; then
+if [ "${1-}" = --all ]; then
     tests 0.22.1 ": the image" -m image -n 0 tests/deploy
+fi
+if [ $# -gt 0 ]; then
     FLASHINFER_RELEASES=$folder tests 0.21.0 "" tests/glue tests/test_mini_checkpoint.py
     # The same files or the same lines as the release whose series they take.
     for release in 0.20.2 0.22.0; do
