@@ -38,7 +38,7 @@ struct Rows<RowFormat::kBf576> {
   static constexpr Scales kScales = Scales::kNone;
 };
 
-// What follows from that.
+// What follows from that for the kernels.
 template <RowFormat FORMAT>
 struct RowLayout : Rows<FORMAT> {
   using R = Rows<FORMAT>;
@@ -65,7 +65,8 @@ struct RowLayout : Rows<FORMAT> {
     const int from = line * 128 + lane * 16 + (is_wide ? kWideAt - R::kNarrow : 0);
     if (kHalf == 0) return {true, from, line, lane};
     // The wide part begins in the middle of a line that is copied, and ends so.
-    return {line < kLines - 1 || lane < kHalf, from, is_wide && lane >= kHalf ? line + 1 : line, is_wide ? lane ^ kHalf : lane};
+    return {line < kLines - 1 || lane < kHalf, from, is_wide && lane >= kHalf ? line + 1 : line,
+            is_wide ? lane ^ kHalf : lane};
   }
 };
 
@@ -93,7 +94,9 @@ struct RowScales<Scales::kFloat> {
   RowScales() = default;
   __device__ __forceinline__ RowScales(const uint8_t* scales, int row)
       : raw(*reinterpret_cast<const float4*>(scales + row * 16)) {}
-  __device__ __forceinline__ float of_group(int i) const { return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w; }
+  __device__ __forceinline__ float of_group(int i) const {
+    return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w;
+  }
 };
 
 // A power of two above the scales of a row, as its logarithm and its inverse: weights are multiplied by it, and scales

@@ -133,7 +133,9 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
   else
     DSV4_MMA("bf16");
 }
-__device__ __forceinline__ void unpack(uint32_t (&r)[4], const uint4& x) { r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w; }
+__device__ __forceinline__ void unpack(uint32_t (&r)[4], const uint4& x) {
+  r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
+}
 __device__ __forceinline__ uint32_t scaled_half(uint32_t x, uint32_t by) {
   const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
   return reinterpret_cast<const uint32_t&>(r);
@@ -149,7 +151,6 @@ struct Lengths {
     const int at = divided(min(item, p.items - 1) / (p.splits * p.head_blocks), p.tokens_per_length);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      // Without a branch, so that both are asked for at once; the first source has an index in any call with keys.
       const int32_t* const lengths = p.sources[s].lengths;
       const int length = lengths ? lengths[at] : 0;
       of[s] = lengths ? length : INT_MAX;
@@ -273,7 +274,8 @@ struct Consumer {
   float maximum[2], sum[2], largest[2], scale[2];
 
   __device__ __forceinline__ Consumer(const Params& p, SharedStorage<S>& shared, int warp, int lane, int group)
-      : p(p), shared(shared), warp(warp), lane(lane), group(group), g(lane / 4), t(lane % 4), thread(warp * 32 + lane) {}
+      : p(p), shared(shared), warp(warp), lane(lane), group(group), g(lane / 4), t(lane % 4),
+        thread(warp * 32 + lane) {}
 
   __device__ __forceinline__ void sync() const { sync_threads(1 + group, S::kGroupThreads); }
 
@@ -425,7 +427,7 @@ struct Consumer {
   // Products of q with this warp's keys; with scales, and without that of q.
   __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int stage) const {
     const uint8_t* const rows = shared.rows[stage];
-    // A product takes four times as long as the tensor core needs for it: several sums at a time, not one after another.
+    // A product takes four times as long as the tensor core needs for it: several sums at a time.
     constexpr int kChains = 4 / kKeyBlocks;
     float chains[kChains][kKeyBlocks][4] = {};
     KeyScales scales[kKeyBlocks][2];
@@ -484,7 +486,8 @@ struct Consumer {
         const int step = S::kNarrow / 16 + unit * 2 + u;
         fragment_of_q(a, step);
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) multiply<false>(chains[step % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
+        for (int n = 0; n < kKeyBlocks; ++n)
+          multiply<false>(chains[step % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
       }
     }
 #pragma unroll
@@ -742,7 +745,8 @@ struct Consumer {
           uint32_t packed[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            packed[j] = pack_bf16(acc[eight * 8 + 2 * j][2 * h + i] * factor, acc[eight * 8 + 2 * j + 1][2 * h + i] * factor);
+            packed[j] = pack_bf16(acc[eight * 8 + 2 * j][2 * h + i] * factor,
+                                  acc[eight * 8 + 2 * j + 1][2 * h + i] * factor);
           *reinterpret_cast<uint4*>(to + S::first_dim(warp, t, i, eight)) =
               make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
@@ -832,7 +836,8 @@ struct Consumer {
         for (int r = 0; r < p.splits; ++r)
           top = fmaxf(top, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
         for (int r = 0; r < p.splits; ++r)
-          if (shared.stats[r][1][row] != 0.f) keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
+          if (shared.stats[r][1][row] != 0.f)
+            keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
         write_statistics(token, head, top, keys, most);
       }
       uint32_t packed[kRun16 / 2];

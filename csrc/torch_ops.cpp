@@ -301,7 +301,8 @@ struct RowShape {
   int64_t bytes, dims;
   bool is_packed;  // bytes, that is, and not numbers of one dtype
 };
-constexpr RowShape kRowShapes[] = {{512, 512, false}, {1024, 512, false}, {584, 512, true}, {656, 576, true}, {1152, 576, false}};
+constexpr RowShape kRowShapes[] = {
+    {512, 512, false}, {1024, 512, false}, {584, 512, true}, {656, 576, true}, {1152, 576, false}};
 
 // The keys of `tokens` tokens that are in `cache`, [blocks, block_size, width].
 dsv4::KeySource key_source(const Tensor& cache, const Tensor& indices, const std::optional<Tensor>& lengths,
@@ -326,8 +327,8 @@ dsv4::KeySource key_source(const Tensor& cache, const Tensor& indices, const std
   require(cache.size(1) < (int64_t{1} << 31), "a block has too many rows: ", cache.size(1), ".");
   const int64_t rows = std::min(cache.size(0) * cache.size(1), int64_t{1} << 31);
   const bool is_v4 = format == dsv4::RowFormat::kV4;
-  return {{cache.data_ptr(), block, is_v4 ? 576 : row.is_packed ? row.bytes : stride, static_cast<int32_t>(cache.size(1)),
-           static_cast<uint32_t>(rows)},
+  return {{cache.data_ptr(), block, is_v4 ? 576 : row.is_packed ? row.bytes : stride,
+           static_cast<int32_t>(cache.size(1)), static_cast<uint32_t>(rows)},
           static_cast<const int32_t*>(indices.data_ptr()),
           indices.stride(0),
           lengths ? static_cast<const int32_t*>(lengths->data_ptr()) : nullptr,
@@ -359,7 +360,8 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
     if (*x) requests = (*x)->size(0);
   require(tokens == 0 || (requests > 0 && tokens % requests == 0), "there are lengths for ", requests, " of ", tokens,
           " tokens.");
-  const auto require_floats = [&](const char* name, const std::optional<Tensor>& x, std::initializer_list<int64_t> sizes) {
+  const auto require_floats = [&](const char* name, const std::optional<Tensor>& x,
+                                  std::initializer_list<int64_t> sizes) {
     require(!x || (x->is_contiguous() && x->scalar_type() == ScalarType::Float &&
                    std::equal(x->sizes().begin(), x->sizes().end(), sizes.begin(), sizes.end())),
             name, " must be contiguous fp32 for each head.");
