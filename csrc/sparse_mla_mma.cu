@@ -48,7 +48,6 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kStages = R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;   // as many as fit
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
-  static constexpr int kSteps = R::kDims / 16;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
   static constexpr int kHeldSteps = WARPS == 4 ? 16 : 32;     // whose q is in registers; the rest is in shared memory
   static constexpr int kQSlots = WARPS + (kPieces > 8 ? 1 : 0);
