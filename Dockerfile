@@ -15,13 +15,13 @@ FROM ${BASE_IMAGE} AS kernels
 COPY --from=check /src/checked /src/
 COPY csrc /src/csrc
 COPY scripts/build-kernels.sh /src/scripts/
-COPY overlay/common/vllm/third_party/dsv4_kernels/native.py /src/overlay/common/vllm/third_party/dsv4_kernels/
-ARG DSV4_CUDA_ARCHS="90a 100a 103a 120a"
-RUN /src/scripts/build-kernels.sh /out/libdsv4_kernels.so
+COPY overlay/common/vllm/third_party/mla_kernels/native.py /src/overlay/common/vllm/third_party/mla_kernels/
+ARG MLA_CUDA_ARCHS="90a 100a 103a 120a"
+RUN /src/scripts/build-kernels.sh /out/libmla_kernels.so
 
 FROM check AS built
 COPY --from=kernels /out /out
-RUN /src/scripts/build-kernels.sh --from /out/libdsv4_kernels.so
+RUN /src/scripts/build-kernels.sh --from /out/libmla_kernels.so
 
 # To be mounted: buildah 1.28 mounts a stage that is all cached without what its last step made.
 FROM built AS mounted

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from vllm.dsv4_overlay.calibrate import scale
-from vllm.third_party.dsv4_kernels import pick_provider, sparse_mla
+from vllm.third_party.mla_kernels import pick_provider, sparse_mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -640,7 +640,7 @@ def dp2_tp2_ep(run: Run) -> None:
 
 # ---------------------------------------------------------------- the parent
 def our_kernels() -> set[str]:
-    folder = Path(__file__).resolve().parents[1] / "overlay/common/vllm/third_party/dsv4_kernels"
+    folder = Path(__file__).resolve().parents[1] / "overlay/common/vllm/third_party/mla_kernels"
     text = "\n".join(p.read_text() for p in folder.glob("*.py"))
     return set(re.findall(r"@triton\.jit(?:\((?:[^()]|\n)*\))?\s*\ndef (\w+)", text))
 

@@ -33,10 +33,10 @@ import torch
 from timing import CALLS, REPLAYS, copies, microseconds, provenance
 
 try:
-    from vllm.third_party.dsv4_kernels import insert, native
+    from vllm.third_party.mla_kernels import insert, native
 except ImportError:  # the kernels alone, out of this repository
     sys.path.insert(0, str(Path(__file__).parents[1] / "overlay/common/vllm/third_party"))
-    from dsv4_kernels import insert, native
+    from mla_kernels import insert, native
 
 TOKENS = (1, 16, 128, 1024, 4096, 16384)
 HEADS = (8, 16, 32, 64, 128)
@@ -137,7 +137,7 @@ def main() -> int:
     with_stock = stock_is_there(arguments.vllm_library)
     implementations = {"triton": insert}
     if native.load():
-        implementations["native"] = torch.ops.dsv4_kernels
+        implementations["native"] = torch.ops.mla_kernels
     else:
         print("without native kernels: scripts/build-kernels.sh builds them", file=sys.stderr)
     # Before anything else, so that nothing that was just measured weighs on them.

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from gpu_watch import Watch
 from timing import CALLS, REPLAYS, captured, copy_tb_s, in_turns, microseconds, provenance
-from vllm.third_party.dsv4_kernels import native, sparse_mla
+from vllm.third_party.mla_kernels import native, sparse_mla
 from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 DEVICE = "cuda"

@@ -25,7 +25,7 @@ import torch
 from gpu_watch import Watch
 from sparse_mla import PAGE, PAGES, ceilings, drawn, lengths
 from timing import captured, in_turns, provenance
-from vllm.third_party.dsv4_kernels import flash_mla, native
+from vllm.third_party.mla_kernels import flash_mla, native
 from vllm.v1.attention.ops import flashmla as stock
 
 DEVICE = "cuda"

@@ -1,6 +1,6 @@
 // Fused insertion of a token: Q norm and RoPE, KV RoPE, and the store of one full-width cache row.
 //
-// The bits of the results are defined in dsv4_kernels/insert.py, by the order of fp32 operations. Arithmetic is
+// The bits of the results are defined in mla_kernels/insert.py, by the order of fp32 operations. Arithmetic is
 // written with the __f*_rn intrinsics, which the compiler never contracts or reorders, whatever the flags.
 //
 // A warp takes one KV row, or the same one or two heads of a token. Lane l holds elements 8l..8l+7 and
@@ -13,11 +13,11 @@
 #include <cuda_fp8.h>
 
 // From how many heads in all a warp takes two: half the warps, and positions and cosines are read once for both.
-#ifndef DSV4_INSERT_PAIRS_FROM
-#define DSV4_INSERT_PAIRS_FROM 32768
+#ifndef MLA_INSERT_PAIRS_FROM
+#define MLA_INSERT_PAIRS_FROM 32768
 #endif
 
-namespace dsv4 {
+namespace mla {
 namespace {
 
 constexpr int kHeadDim = 512, kHalf = 256;
@@ -361,7 +361,7 @@ cudaError_t launch(Params& p, cudaStream_t stream) {
       aligned(p.q_out, kQFp8 ? 8 : 16, kQFp8 ? 1 : 2, p.q_out_token_stride, p.q_out_head_stride) &&
       aligned(p.k_cache, kCacheFp8 ? 8 : 16, kCacheFp8 ? 1 : 2, p.k_cache_block_stride) &&
       aligned(p.cos_sin_cache, p.cos_sin_is_bf16 ? 8 : 16, p.cos_sin_is_bf16 ? 2 : 4, p.cos_sin_stride);
-  const bool pairs = is_aligned && p.num_heads % 2 == 0 && p.num_tokens * p.num_heads >= DSV4_INSERT_PAIRS_FROM;
+  const bool pairs = is_aligned && p.num_heads % 2 == 0 && p.num_tokens * p.num_heads >= MLA_INSERT_PAIRS_FROM;
   const uint32_t per_token = p.num_heads / (pairs ? 2 : 1);
   p.q_work = p.num_tokens * per_token;
   p.q_work_per_token = Divisor::of(per_token);
@@ -393,4 +393,4 @@ cudaError_t launch_insert(const Insert& call, cudaStream_t stream) {
   return p.q_fp8_scale_inv ? launch<true, true>(p, stream) : launch<false, true>(p, stream);
 }
 
-}  // namespace dsv4
+}  // namespace mla

@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-namespace dsv4 {
+namespace mla {
 
-// One call. Names, shapes and the order of operations: dsv4_kernels/insert.py. Strides are in elements.
+// One call. Names, shapes and the order of operations: mla_kernels/insert.py. Strides are in elements.
 struct Insert {
   const void* q;
   int64_t q_token_stride, q_head_stride;
@@ -34,4 +34,4 @@ struct Insert {
 // Limits: num_tokens * (num_heads + 1) and num_rows are below 2^31.
 cudaError_t launch_insert(const Insert& call, cudaStream_t stream);
 
-}  // namespace dsv4
+}  // namespace mla

@@ -5,7 +5,7 @@
 #include "sm90_ptx.cuh"
 #include "sparse_mla_rows.h"
 
-namespace dsv4 {
+namespace mla {
 
 enum class Scales { kNone, kUe8m0, kFloat };
 
@@ -109,4 +109,4 @@ __device__ __forceinline__ RowPower row_power(float largest_scale) {
   return {static_cast<float>(e - 127), __int_as_float((254 - e) << 23)};
 }
 
-}  // namespace dsv4
+}  // namespace mla

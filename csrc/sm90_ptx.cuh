@@ -8,7 +8,7 @@
 
 #include "sparse_mla_sm90.h"
 
-namespace dsv4 {
+namespace mla {
 
 constexpr int kDim = 512;
 constexpr int kWindow = 128;
@@ -146,4 +146,4 @@ cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_b
   return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 
-}  // namespace dsv4
+}  // namespace mla

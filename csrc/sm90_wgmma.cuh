@@ -3,7 +3,7 @@
 
 #include "sm90_ptx.cuh"
 
-namespace dsv4 {
+namespace mla {
 
 constexpr int kTile = 64;  // keys
 
@@ -95,19 +95,19 @@ __device__ __forceinline__ void products_wait() {
 // Before a warp stores over operands of products that it has waited for, in a build that takes that wait as the warp's
 // own and not as its warpgroup's: "Waits" in docs/sm90-sparse-mla.md. `id`: of the warpgroup's named barrier.
 __device__ __forceinline__ void strict_wait(int id) {
-#ifdef DSV4_STRICT_WAIT
+#ifdef MLA_STRICT_WAIT
   sync_threads(id, 128);
 #endif
 }
 
 // Operands of inline assembly: outputs from d[i], and the numbers of so many registers.
-#define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
-#define DSV4_F16(d, i) DSV4_F8(d, i), DSV4_F8(d, i + 8)
-#define DSV4_F32(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16)
-#define DSV4_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define DSV4_D16 DSV4_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define DSV4_D32 DSV4_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define MLA_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MLA_F8(d, i) MLA_F4(d, i), MLA_F4(d, i + 4)
+#define MLA_F16(d, i) MLA_F8(d, i), MLA_F8(d, i + 8)
+#define MLA_F32(d, i) MLA_F16(d, i), MLA_F16(d, i + 16)
+#define MLA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define MLA_D16 MLA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define MLA_D32 MLA_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 
 // An operand in shared memory: rows of 128 bytes, chunk c of row r at c ^ (r % 8); 8 rows after `group` bytes.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, int group = 1024) {
@@ -160,4 +160,4 @@ __device__ __forceinline__ void to_bf16(uint4 (&raw)[2]) {
   raw[0] = make_uint4(w[0], w[1], w[2], w[3]), raw[1] = make_uint4(w[4], w[5], w[6], w[7]);
 }
 
-}  // namespace dsv4
+}  // namespace mla

@@ -9,14 +9,14 @@
 
 #include "sm90_wgmma.cuh"
 
-namespace dsv4 {
+namespace mla {
 namespace m64 {
 
 constexpr int kHeads = 64;
 constexpr int kBlockThreads = 512;
 
-#define DSV4_D64                                                                                                     \
-  DSV4_D32                                                                                                           \
+#define MLA_D64                                                                                                     \
+  MLA_D32                                                                                                           \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
 
@@ -25,34 +25,34 @@ template <bool HALF, bool ADD>
 __device__ __forceinline__ void score_product(float (&s)[32], const uint32_t (&q)[4], uint64_t k) {
   if constexpr (HALF)
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" DSV4_D32
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32
                  "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-                 : DSV4_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
   else
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DSV4_D32
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32
                  "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-                 : DSV4_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
 }
 // The same with q in shared memory.
 template <bool HALF>
 __device__ __forceinline__ void score_product(float (&s)[32], uint64_t q, uint64_t k) {
   if constexpr (HALF)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" DSV4_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
-                 : DSV4_F32(s, 0) : "l"(q), "l"(k));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : MLA_F32(s, 0) : "l"(q), "l"(k));
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" DSV4_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
-                 : DSV4_F32(s, 0) : "l"(q), "l"(k));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : MLA_F32(s, 0) : "l"(q), "l"(k));
 }
 // o (64 heads x 128 dimensions, from o[I]) += p (64 x 16 keys) times v (16 keys x 128).
 template <bool HALF, int I>
 __device__ __forceinline__ void output_product(float (&o)[128], uint64_t p, uint64_t v) {
   if constexpr (HALF)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : DSV4_F32(o, I), DSV4_F32(o, I + 32) : "l"(p), "l"(v));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" DSV4_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : DSV4_F32(o, I), DSV4_F32(o, I + 32) : "l"(p), "l"(v));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
 }
 
 // The barrier's phase is complete when so many bytes of copies are there, besides all that arrive.
@@ -735,4 +735,4 @@ cudaError_t launch_sparse_mla_m64(const SparseMla& call, int sms, cudaStream_t s
   return call.rows_are_fp8 ? launch<true, false>(call, sms, stream) : launch<false, false>(call, sms, stream);
 }
 
-}  // namespace dsv4
+}  // namespace mla

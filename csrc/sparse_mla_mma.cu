@@ -19,7 +19,7 @@
 #include "rows.cuh"
 #include "sm90_wgmma.cuh"
 
-namespace dsv4 {
+namespace mla {
 namespace mma {
 
 constexpr int kHeads = 16;  // of an item: the M of mma.sync
@@ -120,7 +120,7 @@ struct alignas(128) SharedStorage {
   return r;
 }
 
-#define DSV4_MMA(type)                                                                                     \
+#define MLA_MMA(type)                                                                                     \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
       "{%0,%1,%2,%3};"                                                                                     \
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
@@ -128,9 +128,9 @@ struct alignas(128) SharedStorage {
 template <bool HALF>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (HALF)
-    DSV4_MMA("f16");
+    MLA_MMA("f16");
   else
-    DSV4_MMA("bf16");
+    MLA_MMA("bf16");
 }
 __device__ __forceinline__ void unpack(uint32_t (&r)[4], const uint4& x) {
   r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
@@ -946,4 +946,4 @@ cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int sp
   return cudaErrorInvalidValue;
 }
 
-}  // namespace dsv4
+}  // namespace mla

@@ -3,7 +3,7 @@
 
 #include "sparse_mla_sm90.h"
 
-namespace dsv4 {
+namespace mla {
 
 // How a row's bytes become a key and a value. Values are the first 512 dimensions of the key.
 enum class RowFormat : int32_t {
@@ -53,4 +53,4 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
 
-}  // namespace dsv4
+}  // namespace mla

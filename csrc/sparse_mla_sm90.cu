@@ -4,7 +4,7 @@
 
 #include "sparse_mla_rows.h"
 
-namespace dsv4 {
+namespace mla {
 namespace {
 
 int divide(int x, int by) { return (x + by - 1) / by; }
@@ -97,4 +97,4 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
   return launch_sparse_mla_mma(call, paired, paired ? 1 : mma_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
 }
 
-}  // namespace dsv4
+}  // namespace mla

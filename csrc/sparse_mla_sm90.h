@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace dsv4 {
+namespace mla {
 
 // A number that numbers below 2^31 are divided by, with what replaces the division: Granlund and Montgomery, Division
 // by Invariant Integers using Multiplication (1994), figure 4.1.
@@ -28,7 +28,7 @@ struct Pool {
   uint32_t count;  // of rows, 2^31 at most: an index that is not below it, as no negative one is, is no row
 };
 
-// One call. Names and meaning: SparseMLACall in dsv4_kernels/interface.py. Strides are in elements.
+// One call. Names and meaning: SparseMLACall in mla_kernels/interface.py. Strides are in elements.
 struct SparseMla {
   const void* q;  // BF16, or E4M3
   int64_t q_token_stride, q_head_stride;
@@ -57,4 +57,4 @@ cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split
 // 64 heads a block, heads on M; one block an SM.
 cudaError_t launch_sparse_mla_m64(const SparseMla& call, int sms, cudaStream_t stream);
 
-}  // namespace dsv4
+}  // namespace mla

@@ -13,7 +13,7 @@
 
 namespace cg = cooperative_groups;
 
-namespace dsv4 {
+namespace mla {
 namespace wgmma {
 
 inline constexpr int kThreads = 512, kOutputThreads = 256;  // then 128 for scores and weights, and 128 that fetch
@@ -39,7 +39,7 @@ struct Item {
   }
 };
 
-#define DSV4_WGMMA(n, registers, outputs, a0, a1, a2, a3, b, add)                                         \
+#define MLA_WGMMA(n, registers, outputs, a0, a1, a2, a3, b, add)                                         \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                              \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" registers "}, {" a0 "," a1 "," a2 \
                "," a3 "}, " b ", p, 1, 1, 0;}"                                                            \
@@ -49,14 +49,14 @@ struct Item {
 // d (64 x N, fp32) = a (64 x 16, in registers) times b (16 x N, in shared memory), both fp16, plus d if ADD.
 template <bool ADD>
 __device__ __forceinline__ void product(float (&d)[8], const uint32_t (&a)[4], uint64_t b_descriptor) {
-  DSV4_WGMMA(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+  MLA_WGMMA(16, MLA_D8, MLA_F8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
 }
 template <bool ADD>
 __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b_descriptor) {
-  DSV4_WGMMA(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+  MLA_WGMMA(32, MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
 }
 
-#define DSV4_WGMMA_SHARED(n, registers, outputs, a, b, add, across)                                 \
+#define MLA_WGMMA_SHARED(n, registers, outputs, a, b, add, across)                                 \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                        \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
                ", p, 1, 1, " across ", 0;}"                                                         \
@@ -67,15 +67,15 @@ __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], 
 // twice the heads where both terms of weights are columns of one product.
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor) {
-  DSV4_WGMMA_SHARED(16, DSV4_D8, DSV4_F8(d, 0), "%8", "%9", "%10", "%11");
+  MLA_WGMMA_SHARED(16, MLA_D8, MLA_F8(d, 0), "%8", "%9", "%10", "%11");
 }
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
-  DSV4_WGMMA_SHARED(32, DSV4_D16, DSV4_F16(d, 0), "%16", "%17", "%18", "%19");
+  MLA_WGMMA_SHARED(32, MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19");
 }
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[32], uint64_t a_descriptor, uint64_t b_descriptor) {
-  DSV4_WGMMA_SHARED(64, DSV4_D32, DSV4_F32(d, 0), "%32", "%33", "%34", "%35");
+  MLA_WGMMA_SHARED(64, MLA_D32, MLA_F32(d, 0), "%32", "%33", "%34", "%35");
 }
 
 // Of four lanes, whose numbers end in t: word i of lane t and word t of lane i change places.
@@ -892,4 +892,4 @@ cudaError_t launch_sparse_mla_wgmma(const SparseMla& call, int heads, bool split
   return call.rows_are_fp8 ? launch<true, 32>(call, split, sms, stream) : launch<false, 32>(call, split, sms, stream);
 }
 
-}  // namespace dsv4
+}  // namespace mla

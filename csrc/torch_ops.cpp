@@ -97,7 +97,7 @@ class OnDevice {
 
   static void check(cudaError_t error) {
     if (error == cudaSuccess) return;
-    throw std::runtime_error(std::string("dsv4_kernels: CUDA error: ") + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("mla_kernels: CUDA error: ") + cudaGetErrorString(error));
   }
 
  private:
@@ -158,7 +158,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   }
   if (num_tokens == 0) return;
 
-  dsv4::Insert call;
+  mla::Insert call;
   call.q = q.data_ptr();
   call.q_token_stride = q.stride(0);
   call.q_head_stride = q.stride(1);
@@ -186,7 +186,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.num_slots = static_cast<uint32_t>(num_slots);
   call.num_rows = static_cast<uint32_t>(k_cache.size(0) * cache_block_size);
 
-  on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_insert(call, stream); });
+  on_current_stream(q, [&](cudaStream_t stream) { return mla::launch_insert(call, stream); });
 }
 
 void full_cache_bf16_insert(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
@@ -207,7 +207,7 @@ void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor sl
 }
 
 // `[pages, page, 512]`
-dsv4::Pool pool(const char* name, const Tensor& x, bool fp8) {
+mla::Pool pool(const char* name, const Tensor& x, bool fp8) {
   require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
               x.scalar_type() == (fp8 ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16),
           name, " must be [pages, page, 512] bf16 or float8_e4m3fn, as the other is, got ", shape(x), ".");
@@ -263,7 +263,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   if (bmm1_tensor) require_here("bmm1_scale", *bmm1_tensor);
   if (bmm2_tensor) require_here("bmm2_scale", *bmm2_tensor);
 
-  dsv4::SparseMla call;
+  mla::SparseMla call;
   call.q_is_fp8 = q.scalar_type() == ScalarType::Float8_e4m3fn;
   call.rows_are_fp8 = swa.scalar_type() == ScalarType::Float8_e4m3fn;
   require(call.rows_are_fp8 || !call.q_is_fp8, "a float8_e4m3fn q needs float8_e4m3fn pools.");
@@ -293,7 +293,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   call.heads = static_cast<int32_t>(heads);
   call.width = static_cast<int32_t>(indices.size(1));
 
-  on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_sparse_mla_sm90(call, stream); });
+  on_current_stream(q, [&](cudaStream_t stream) { return mla::launch_sparse_mla_sm90(call, stream); });
 }
 
 // Bytes of a row of each RowFormat, and dimensions of its key.
@@ -305,12 +305,12 @@ constexpr RowShape kRowShapes[] = {
     {512, 512, false}, {1024, 512, false}, {584, 512, true}, {656, 576, true}, {1152, 576, false}};
 
 // The keys of `tokens` tokens that are in `cache`, [blocks, block_size, width].
-dsv4::KeySource key_source(const Tensor& cache, const Tensor& indices, const std::optional<Tensor>& lengths,
-                           dsv4::RowFormat format, int64_t tokens) {
+mla::KeySource key_source(const Tensor& cache, const Tensor& indices, const std::optional<Tensor>& lengths,
+                           mla::RowFormat format, int64_t tokens) {
   const RowShape& row = kRowShapes[static_cast<int>(format)];
   const ScalarType dtype = cache.scalar_type();
   const int64_t itemsize = dtype == ScalarType::BFloat16 ? 2 : 1;
-  const bool is_bf16 = format == dsv4::RowFormat::kBf16 || format == dsv4::RowFormat::kBf576;
+  const bool is_bf16 = format == mla::RowFormat::kBf16 || format == mla::RowFormat::kBf576;
   require(cache.dim() == 3 && cache.size(1) >= 1 && cache.size(2) * itemsize == row.bytes && cache.stride(2) == 1 &&
               (is_bf16 ? dtype == ScalarType::BFloat16
                        : dtype == ScalarType::Float8_e4m3fn ||
@@ -326,7 +326,7 @@ dsv4::KeySource key_source(const Tensor& cache, const Tensor& indices, const std
           "indices must be [", tokens, ", columns] int32, got ", shape(indices), ".");
   require(cache.size(1) < (int64_t{1} << 31), "a block has too many rows: ", cache.size(1), ".");
   const int64_t rows = std::min(cache.size(0) * cache.size(1), int64_t{1} << 31);
-  const bool is_v4 = format == dsv4::RowFormat::kV4;
+  const bool is_v4 = format == mla::RowFormat::kV4;
   return {{cache.data_ptr(), block, is_v4 ? 576 : row.is_packed ? row.bytes : stride,
            static_cast<int32_t>(cache.size(1)), static_cast<uint32_t>(rows)},
           static_cast<const int32_t*>(indices.data_ptr()),
@@ -341,8 +341,8 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
                           std::optional<Tensor> extra_lengths, Tensor out, std::optional<Tensor> sinks,
                           std::optional<Tensor> max_logits, std::optional<Tensor> lse, int64_t format, double scale) {
   require(0 <= format && format < static_cast<int64_t>(std::size(kRowShapes)), "there is no row format ", format, ".");
-  dsv4::SparseMlaRows call = {};
-  call.format = static_cast<dsv4::RowFormat>(format);
+  mla::SparseMlaRows call = {};
+  call.format = static_cast<mla::RowFormat>(format);
   const int64_t dims = kRowShapes[format].dims;
   require(q.dim() == 3 && q.size(2) == dims && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
           "q must be [tokens, heads, ", dims, "] bf16, got ", shape(q), ".");
@@ -400,12 +400,12 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
   call.tokens = static_cast<int32_t>(tokens);
   call.heads = static_cast<int32_t>(heads);
 
-  on_current_stream(q, [&](cudaStream_t stream) { return dsv4::launch_sparse_mla_rows(call, stream); });
+  on_current_stream(q, [&](cudaStream_t stream) { return mla::launch_sparse_mla_rows(call, stream); });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(dsv4_kernels, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CUDA, library) {
   library.impl("full_cache_bf16_insert", TORCH_BOX(&full_cache_bf16_insert));
   library.impl("full_cache_fp8_insert", TORCH_BOX(&full_cache_fp8_insert));
   library.impl("full_cache_fp8_insert_bf16_q", TORCH_BOX(&full_cache_fp8_insert_bf16_q));

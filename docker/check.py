@@ -44,7 +44,7 @@ def check_flashinfer(wanted):
 def check_native():
     """Load the native kernels, which needs no GPU, and compare what they were built for."""
     import torch
-    from vllm.third_party.dsv4_kernels import native
+    from vllm.third_party.mla_kernels import native
 
     build = native.build_info(native.LIBRARY)
     capability = divmod(int(build["archs"].split()[0].rstrip("af")), 10)
@@ -53,7 +53,7 @@ def check_native():
     problem = native.refusal(build, torch_version=torch.__version__, cuda_version=cuda, capability=capability)
     if problem is None:
         torch.ops.load_library(str(native.LIBRARY))
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("dsv4_kernels::full_cache_bf16_insert", "CUDA"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("mla_kernels::full_cache_bf16_insert", "CUDA"):
             problem = "it registers no operators"
     if problem:
         stop(f"the native kernels do not fit: {problem}.")

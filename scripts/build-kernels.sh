@@ -3,13 +3,14 @@
 #        build-kernels.sh FILE.so         into FILE.so, to be carried to a machine without nvcc
 #        build-kernels.sh --from FILE.so  build nothing: take FILE.so, built elsewhere of the same csrc/, into the overlay
 #
-#   DSV4_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
+#   MLA_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
 #   CUDA_HOME         where nvcc is, if not on PATH
 #
 # The headers come from the torch of the active Python. More: docs/native-kernels.md.
 set -euo pipefail
 torch_target=2.11 # the oldest that the library serves
-read -ra archs <<<"${DSV4_CUDA_ARCHS-90a 100a 103a 120a}"
+# Its name up to 0.2.0 keeps working.
+read -ra archs <<<"${MLA_CUDA_ARCHS-${DSV4_CUDA_ARCHS-90a 100a 103a 120a}}"
 
 stop() {
     echo "error: $1" >&2
@@ -17,8 +18,8 @@ stop() {
 }
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." && pwd)
-package=$repo/overlay/common/vllm/third_party/dsv4_kernels
-out=$package/lib/libdsv4_kernels.so
+package=$repo/overlay/common/vllm/third_party/mla_kernels
+out=$package/lib/libmla_kernels.so
 
 identify() { # what the loader reads before it loads anything: see native.py
     interface=$(sed -n 's/^INTERFACE = \([0-9]*\)$/\1/p' "$package/native.py")
@@ -44,7 +45,7 @@ case ${1:-} in
     [ $# -eq 2 ] || stop "give one file after --from."
     [ -f "$2" ] && [ -r "$2" ] || stop "$2 cannot be read; give a library that build-kernels.sh made."
     identify
-    build=$(grep -aoE 'dsv4_kernels_build \{[^}]*\}' "$2") || stop "$2 is no library that build-kernels.sh made."
+    build=$(grep -aoE 'mla_kernels_build \{[^}]*\}' "$2") || stop "$2 is no library that build-kernels.sh made."
     [[ $build == *"\"interface\": $interface,"* && $build == *"\"sources\": \"$sources\""* ]] ||
         stop "$2 was built from another csrc/ than $repo has; check out the same commit on both machines."
     put "$2"
@@ -62,7 +63,7 @@ elsewhere and use --from."
 cuda=$("$nvcc" --version | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
 [ "${cuda%%.*}" -ge 13 ] || stop "$nvcc is of CUDA $cuda; install the CUDA 13 toolkit."
 [[ "${archs[*]}" =~ ^[0-9]+a(\ [0-9]+a)*$ ]] ||
-    stop "DSV4_CUDA_ARCHS is '${archs[*]}'; write names like 90a with a space between them."
+    stop "MLA_CUDA_ARCHS is '${archs[*]}'; write names like 90a with a space between them."
 
 if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
     python=$VIRTUAL_ENV/bin/python
@@ -84,13 +85,13 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 identify
 cat >"$work/build.cpp" <<EOF
-extern "C" __attribute__((visibility("default"))) const char dsv4_kernels_build[];
-const char dsv4_kernels_build[] = "dsv4_kernels_build {"
+extern "C" __attribute__((visibility("default"))) const char mla_kernels_build[];
+const char mla_kernels_build[] = "mla_kernels_build {"
     "\"interface\": $interface, \"torch\": \"$torch_target\", \"cuda\": \"$cuda\", \"archs\": \"${archs[*]}\", "
     "\"built_with_torch\": \"$torch_version\", \"sources\": \"$sources\"}";
 EOF
 # Nothing but that is visible: other copies of the CUDA runtime are in the same process.
-echo '{ global: dsv4_kernels_build; local: *; };' >"$work/exports"
+echo '{ global: mla_kernels_build; local: *; };' >"$work/exports"
 
 IFS=. read -r major minor <<<"$torch_target"
 # libtorch is there by the name it has in every torch, and pulls in the libraries that have the symbols.

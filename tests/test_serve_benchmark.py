@@ -238,7 +238,7 @@ def test_names_of_attention_kernels():
 
     csrc = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.cu"))
     ours = set(re.findall(r"(\w+_kernel)\(const __grid_constant__", csrc))
-    triton = ROOT / "overlay/common/vllm/third_party/dsv4_kernels"
+    triton = ROOT / "overlay/common/vllm/third_party/mla_kernels"
     ours |= set(re.findall(r"^(\w+_kernel)\[", (triton / "triton_sparse_mla.py").read_text(), re.MULTILINE))
     ours |= set(re.findall(r"(_\w+_kernel)\[", "".join(path.read_text() for path in triton.glob("*.py"))))
     attention = {name for name in ours if serve.ATTENTION.search(name)}

@@ -21,8 +21,8 @@ from .series import Mismatch, Series, find_series, load_series, release_folders,
 from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
-NATIVE_LOADER = "vllm/third_party/dsv4_kernels/native.py"
-LIBRARY = "vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
+NATIVE_LOADER = "vllm/third_party/mla_kernels/native.py"
+LIBRARY = "vllm/third_party/mla_kernels/lib/libmla_kernels.so"
 EPILOG = "exit status: 0 done, or nothing to do; 1 refused, nothing changed; 2 wrong usage"
 
 

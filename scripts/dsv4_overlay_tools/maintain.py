@@ -37,7 +37,7 @@ REQUIRED_FIELDS = (
 )  # fmt: skip
 MAX_ADDED_LINES = 200
 CONTEXT = 2
-KERNELS = "vllm/third_party/dsv4_kernels"
+KERNELS = "vllm/third_party/mla_kernels"
 KERNEL_IMPORTS = {"torch", "triton"} | set(sys.stdlib_module_names)
 # Made by a build or by Python in a tree that somebody works in; never part of a patch.
 BUILT = re.compile(r"(^|/)__pycache__/|\.(pyc|so)$|^vllm/_version\.py$")

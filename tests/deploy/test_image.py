@@ -135,7 +135,7 @@ WORKS, FAILS = '#!/bin/sh\necho "$@" >> calls\n', "#!/bin/sh\nexit 1\n"
         (["9.9.9"], "There is no patch series for vLLM 9.9.9; supported: "),
         ([RELEASE, "--builder", "podman"], "There is no podman on PATH"),
         ([NEWEST, "--blackwell"], f"The image of vLLM {NEWEST} serves Blackwell already; omit --blackwell."),
-        ([RELEASE, "--build-arg", "DSV4_CUDA_ARCHS=90a"], "has another content than its tag says; give --tag."),
+        ([RELEASE, "--build-arg", "MLA_CUDA_ARCHS=90a"], "has another content than its tag says; give --tag."),
     ],
 )
 def test_refusals(arguments, words, checkout):
@@ -337,7 +337,7 @@ def build(storage):
     def run(release, base, tag, *options):
         done = subprocess.run(
             [ROOT / "docker/build.sh", release, "--builder", "buildah", "--base", base, "--tag", tag, *options,
-             "--pull-never", "--build-arg", "DSV4_CUDA_ARCHS=90a"],
+             "--pull-never", "--build-arg", "MLA_CUDA_ARCHS=90a"],
             capture_output=True, text=True, env=storage,
         )  # fmt: skip
         print(done.stdout, done.stderr, sep="\n")

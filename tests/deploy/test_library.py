@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = "overlay/common/vllm/third_party/dsv4_kernels"
-LIBRARY = f"{PACKAGE}/lib/libdsv4_kernels.so"
+PACKAGE = "overlay/common/vllm/third_party/mla_kernels"
+LIBRARY = f"{PACKAGE}/lib/libmla_kernels.so"
 NVCC = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
 needs_nvcc = pytest.mark.skipif(not NVCC.exists(), reason=f"there is no {NVCC}")
 
@@ -44,7 +44,7 @@ def test_two_builds_are_the_same_bytes_and_one_can_be_carried(repo, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         file = tmp_path / name / "library.so"
-        done = run(repo, file, DSV4_CUDA_ARCHS="100a", TMPDIR=str(tmp_path / name))
+        done = run(repo, file, MLA_CUDA_ARCHS="100a", TMPDIR=str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         builds.append(file)
     assert builds[0].read_bytes() == builds[1].read_bytes()
@@ -60,7 +60,7 @@ def test_two_builds_are_the_same_bytes_and_one_can_be_carried(repo, tmp_path):
     assert (repo / LIBRARY).stat() == before and os.listdir((repo / LIBRARY).parent) == [Path(LIBRARY).name]
 
 
-@pytest.mark.parametrize("content", [None, b"\x7fELF\0", b'dsv4_kernels_build {"interface": 1, "sources": "0"}\0'])
+@pytest.mark.parametrize("content", [None, b"\x7fELF\0", b'mla_kernels_build {"interface": 1, "sources": "0"}\0'])
 def test_what_is_no_library_of_this_commit_is_not_taken(repo, tmp_path, content):
     file = tmp_path / "library.so"
     if content is not None:

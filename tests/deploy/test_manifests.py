@@ -573,6 +573,6 @@ def test_the_check_knows_what_the_overlay_accepts():
     assert list(check.CACHE_DTYPES[check.FULL_CACHE]) == list(yaml.safe_load(table))
     for backend in check.CACHE_DTYPES:
         assert f"AttentionBackendEnum.{backend}\n" in source
-    kernels = ROOT / "overlay/common/vllm/third_party/dsv4_kernels/interface.py"
+    kernels = ROOT / "overlay/common/vllm/third_party/mla_kernels/interface.py"
     assert f"\nMAX_HEADS = {check.HEADS_A_GPU}\n" in kernels.read_text()
     assert f'OPTION = "{check.SCALES}"\n' in (ROOT / "overlay/common/vllm/dsv4_overlay/scales.py").read_text()

@@ -113,7 +113,7 @@ def test_a_library_built_later_needs_a_revert_first(repo, tmp_path):
 
 
 def test_a_library_of_other_sources_is_named(engine, tmp_path):
-    place = engine.root / "overlay/common/vllm/third_party/dsv4_kernels/lib/libdsv4_kernels.so"
+    place = engine.root / "overlay/common/vllm/third_party/mla_kernels/lib/libmla_kernels.so"
     place.parent.mkdir(parents=True)
     (engine.root / "csrc").mkdir()
     (engine.root / "csrc/b.cu").write_bytes(b"two")
@@ -136,7 +136,7 @@ def test_missing_native_kernels_are_named(engine, target, capsys):
     """When applied and ever after, but not of an overlay without kernels, or of a vLLM without the overlay."""
     assert kernel_notes(engine.ok(target)) == kernel_notes(engine.ok(target, "--status")) == []
     engine.ok(target, "--revert")
-    loader = engine.root / "overlay/common/vllm/third_party/dsv4_kernels/native.py"
+    loader = engine.root / "overlay/common/vllm/third_party/mla_kernels/native.py"
     loader.parent.mkdir(parents=True)
     loader.write_bytes(b"")
     assert kernel_notes(engine.ok(target, "--status")) == []
@@ -147,7 +147,7 @@ def test_missing_native_kernels_are_named(engine, target, capsys):
     cli.main([str(target), "--status"], engine.root)
     assert f"note: {note}\n" in capsys.readouterr().err
     engine.ok(target, "--revert")
-    place = loader.parent / "lib/libdsv4_kernels.so"
+    place = loader.parent / "lib/libmla_kernels.so"
     place.parent.mkdir()
     (engine.root / "csrc").mkdir()
     place.write_bytes(b'"sources": "%s"' % sha256(b"").encode())

@@ -385,13 +385,13 @@ def test_only_added_lines_of_vllm_are_roots(world, capsys):
 )
 def test_the_kernels_stand_alone(world, capsys, source, fine):
     repo = world[0]
-    folder = repo / "overlay/common/vllm/third_party/dsv4_kernels"
+    folder = repo / "overlay/common/vllm/third_party/mla_kernels"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("from . import ops\n")
     (folder / "ops.py").write_text(source)
     (folder / "other.py").write_text("x = 1\n")
     with (repo / "overlay/common/vllm/dsv4/main.py").open("a") as file:
-        file.write("import vllm.third_party.dsv4_kernels.other\n")
+        file.write("import vllm.third_party.mla_kernels.other\n")
     err = run_check(world, capsys)[2]
     assert ("the kernels may use" in err) == (not fine), err
 

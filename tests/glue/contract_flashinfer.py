@@ -14,7 +14,7 @@ import torch
 from flashinfer.mla import trtllm_batch_decode_sparse_mla_dsv4
 from test_attention import BF16, E4M3, MIXED, Step
 from vllm.dsv4_overlay import attention
-from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla, interface, sparse_mla
+from vllm.third_party.mla_kernels import flashinfer_sparse_mla, interface, sparse_mla
 
 FLASHINFER = sys.modules[trtllm_batch_decode_sparse_mla_dsv4.__module__]
 VERSION = tuple(map(int, importlib.metadata.version("flashinfer-python").split(".")[:3]))

@@ -12,7 +12,7 @@ import torch
 from test_config_contract import VLLMS_TOO
 from vllm.dsv4_overlay import adapter, attention, calibrate, warmup
 from vllm.forward_context import override_forward_context
-from vllm.third_party.dsv4_kernels import checks
+from vllm.third_party.mla_kernels import checks
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 

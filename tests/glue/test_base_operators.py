@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton.language as tl
-import vllm.third_party.dsv4_kernels  # noqa: F401  makes Triton's interpreter round as the hardware does
+import vllm.third_party.mla_kernels  # noqa: F401  makes Triton's interpreter round as the hardware does
 from triton.runtime import interpreter
 from vllm.utils.import_utils import has_cutedsl
 

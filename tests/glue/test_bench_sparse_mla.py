@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import sparse_mla as bench  # noqa: E402
-from vllm.third_party.dsv4_kernels import sparse_mla  # noqa: E402
+from vllm.third_party.mla_kernels import sparse_mla  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

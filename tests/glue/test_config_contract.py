@@ -14,7 +14,7 @@ from vllm.config.cache import CacheDType
 from vllm.config.speculative import SpeculativeMethod
 from vllm.dsv4_overlay import adapter, config
 from vllm.platforms.interface import DeviceCapability
-from vllm.third_party.dsv4_kernels import PROVIDERS
+from vllm.third_party.mla_kernels import PROVIDERS
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 FULL = "FLASHINFER_MLA_SPARSE_DSV4"
@@ -151,7 +151,7 @@ def test_other_gpus_are_refused(monkeypatch, capability):
 @OURS_ALONE
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_blackwell_needs_flashinfer(monkeypatch, capability):
-    from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla
+    from vllm.third_party.mla_kernels import flashinfer_sparse_mla
 
     assert capability in flashinfer_sparse_mla.CAPABILITIES
     on_gpu(monkeypatch, DeviceCapability(*capability))
@@ -326,7 +326,7 @@ def test_context_parallelism_is_refused(kind):
 
 
 def test_provider_variable(monkeypatch):
-    from vllm.third_party.dsv4_kernels import native
+    from vllm.third_party.mla_kernels import native
 
     monkeypatch.setattr(native, "misfit", lambda capability: None if capability == (9, 0) else "of the GPU")
     for name in ("", *PROVIDERS):

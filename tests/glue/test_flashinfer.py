@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.third_party.dsv4_kernels import flashinfer_sparse_mla, interface
+from vllm.third_party.mla_kernels import flashinfer_sparse_mla, interface
 
 # Folders with a release each, installed by scripts/test.sh.
 RELEASES = [folder for folder in os.environ.get("FLASHINFER_RELEASES", "").split(":") if folder]

@@ -12,7 +12,7 @@ from test_attention import BF16, DEVICE, EPS, HEADS, Step
 from test_base_operators import as_rows, packed_pages, quantized, unpacked, write_row
 from test_config_contract import make
 from vllm.forward_context import override_forward_context
-from vllm.third_party.dsv4_kernels import checks
+from vllm.third_party.mla_kernels import checks
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 

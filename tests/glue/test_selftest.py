@@ -11,7 +11,7 @@ import torch
 from test_config_contract import VLLMS_TOO, on_gpu
 from vllm.dsv4_overlay import adapter, attention, layer_check, selftest
 from vllm.platforms.interface import DeviceCapability
-from vllm.third_party.dsv4_kernels import checks
+from vllm.third_party.mla_kernels import checks
 
 NO_LIBRARY = ("triton", "the native library does not serve: it is not built; run scripts/build-kernels.sh")
 
@@ -33,7 +33,7 @@ def run(monkeypatch, capsys, *found):
 
 
 def test_a_gpu_that_triton_serves_for_want_of_the_library_is_not_ok(hopper, monkeypatch, capsys):
-    monkeypatch.setattr("vllm.third_party.dsv4_kernels.pick_provider", lambda _: NO_LIBRARY)
+    monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: NO_LIBRARY)
     status, text = run(monkeypatch, capsys, selftest.check_gpu)
     assert status == 0 and "warning" in text and "0 of 1 checks passed, 1 warning" in text
     assert "attention by Triton, mostly slower than FlashMLA" in text and "run scripts/build-kernels.sh" in text
@@ -64,7 +64,7 @@ def test_a_server_warns_once(hopper, monkeypatch):
     monkeypatch.setattr(attention, "logger", SimpleNamespace(**levels))
     monkeypatch.setattr(attention, "get_current_vllm_config", lambda: SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="bfloat16")))  # fmt: skip
-    monkeypatch.setattr("vllm.third_party.dsv4_kernels.pick_provider", lambda _: NO_LIBRARY)
+    monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: NO_LIBRARY)
     monkeypatch.setattr(attention, "pick_provider", lambda _: NO_LIBRARY)
     layer = torch.nn.Module()
     layer.attn_sink = torch.zeros(64)

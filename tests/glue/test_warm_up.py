@@ -29,7 +29,7 @@ def launches(monkeypatch):
     found = set()
 
     def record(self, *args, grid, warmup, **options):
-        if "dsv4_kernels" not in self.fn.__module__:  # vLLM's compressor has one before ours
+        if "mla_kernels" not in self.fn.__module__:  # vLLM's compressor has one before ours
             return
         arguments = dict(zip(self.arg_names, args, strict=False)) | options
         annotations, plain = self.fn.__annotations__, self.kwargs.get("do_not_specialize") or ()

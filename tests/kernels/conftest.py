@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "overlay/common/vllm/third_pa
 
 # An operator can be registered once in a process, and other tests import the package as a part of vLLM: the copy
 # that comes first serves both names.
-ALONE, IN_VLLM = "dsv4_kernels", "vllm.third_party.dsv4_kernels"
+ALONE, IN_VLLM = "mla_kernels", "vllm.third_party.mla_kernels"
 first, second = (IN_VLLM, ALONE) if IN_VLLM in sys.modules else (ALONE, IN_VLLM)
 package = importlib.import_module(first)
 for module in pkgutil.walk_packages(package.__path__, f"{first}."):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from dsv4_kernels import triton_sparse_mla
+from mla_kernels import triton_sparse_mla
 
 # KiB of shared memory that a program can have: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 arch = int(sys.argv[2])
-from dsv4_kernels import triton_sparse_mla
+from mla_kernels import triton_sparse_mla
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 

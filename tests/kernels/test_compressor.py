@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels import compressor
+from mla_kernels import compressor
 
 MAX_POSITION = 1024
 EPS = 1e-6
@@ -410,8 +410,8 @@ def test_pools_beyond_32_bit_offsets(ratio, device):
 def test_no_block_table_stride_selects_a_kernel_of_its_own():
     """It follows from --max-model-len, and warm-up must compile the kernel that serving uses."""
     code = (
-        "import dsv4_kernels.compressor, dsv4_kernels.sparse_index, sys, triton\n"
-        "for module in [m for n, m in sys.modules.items() if n.startswith('dsv4_kernels.')]:\n"
+        "import mla_kernels.compressor, mla_kernels.sparse_index, sys, triton\n"
+        "for module in [m for n, m in sys.modules.items() if n.startswith('mla_kernels.')]:\n"
         "    for kernel in vars(module).values():\n"
         "        if isinstance(kernel, triton.JITFunction):\n"
         "            for p in kernel.params:\n"

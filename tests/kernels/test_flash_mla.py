@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from dsv4_kernels import flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
+from mla_kernels import flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
 from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error, skip_unless_served
 
 FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones

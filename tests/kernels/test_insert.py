@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels import insert, native
+from mla_kernels import insert, native
 
 SCHEMAS = {
     "full_cache_bf16_insert": (
@@ -147,7 +147,7 @@ class Case:
     def run(self):
         self.q_before = self.q_buffer.cpu().clone()
         # torch calls the native operators wherever they are loaded, the module always Triton's.
-        served = insert if self.implementation == "triton" else torch.ops.dsv4_kernels
+        served = insert if self.implementation == "triton" else torch.ops.mla_kernels
         getattr(served, self.operator)(*self.args())
         return self
 
@@ -393,8 +393,8 @@ def test_documented_order_of_operations_bit_for_bit(operator, seed, device):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_schema(operator):
-    expected = torch._C.parse_schema(f"dsv4_kernels::{operator}{SCHEMAS[operator]}")
-    assert str(getattr(torch.ops.dsv4_kernels, operator).default._schema) == str(expected)
+    expected = torch._C.parse_schema(f"mla_kernels::{operator}{SCHEMAS[operator]}")
+    assert str(getattr(torch.ops.mla_kernels, operator).default._schema) == str(expected)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -410,7 +410,7 @@ def test_opcheck(operator, tokens, device):
         "test_faketensor",
         "test_aot_dispatch_dynamic",
     )
-    overload = getattr(torch.ops.dsv4_kernels, operator).default
+    overload = getattr(torch.ops.mla_kernels, operator).default
     torch.library.opcheck(
         overload, case.args(), test_utils=[name for name in utils if name != skipped]
     )
@@ -419,14 +419,14 @@ def test_opcheck(operator, tokens, device):
 def test_import_under_a_second_name(monkeypatch, device):
     overlay = Path(insert.__file__).parents[2]
     monkeypatch.syspath_prepend(str(overlay))
-    again = importlib.import_module("third_party.dsv4_kernels.insert")
+    again = importlib.import_module("third_party.mla_kernels.insert")
     assert again is not insert
     check_against_definition(Case("full_cache_bf16_insert", device))
 
 
 def native_kernel(operator):
     """What the library registered, callable with tensors of any device."""
-    overload = getattr(torch.ops.dsv4_kernels, operator).default
+    overload = getattr(torch.ops.mla_kernels, operator).default
     return lambda *args: overload._op_dk(torch._C.DispatchKey.CUDA, *args)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4_kernels import insert, interface, native
+from mla_kernels import insert, interface, native
 from test_insert import BAD_ARGUMENTS, OPERATORS, Case
 
 REPO = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def compare(operator, device, prepare=lambda case: None, **options):
     triton, native_case = cases
     assert_same_bits(native_case.q, triton.q)
     getattr(insert, operator)(*triton.args())
-    getattr(torch.ops.dsv4_kernels, operator)(*native_case.args())
+    getattr(torch.ops.mla_kernels, operator)(*native_case.args())
     for name in ("q", "q_fp8", "kv", "cache"):
         assert_same_bits(getattr(native_case, name), getattr(triton, name))
 
@@ -137,10 +137,10 @@ def test_native_scales_as_triton(operator, scale, device, native_kernels):
 @pytest.mark.gpu
 def test_native_kernel_is_captured_in_a_graph(device, native_kernels):
     eager, graphed = (Case("full_cache_fp8_insert", device, seed=1, heads=8) for _ in range(2))
-    torch.ops.dsv4_kernels.full_cache_fp8_insert(*eager.args())
+    torch.ops.mla_kernels.full_cache_fp8_insert(*eager.args())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.ops.dsv4_kernels.full_cache_fp8_insert(*graphed.args())
+        torch.ops.mla_kernels.full_cache_fp8_insert(*graphed.args())
     assert (graphed.storage == 0x5A).all()  # captured, not run
     graph.replay()
     assert_same_bits(graphed.cache, eager.cache)
@@ -177,8 +177,8 @@ def test_a_build_that_fits_is_not_refused(here):
         ({}, {"cuda_version": "12.9"}, "built with CUDA 13.0 and this torch with 12.9; rebuild it"),
         ({}, {"cuda_version": None}, "needs a CUDA GPU"),
         ({}, {"capability": None}, "needs a CUDA GPU"),
-        ({}, {"capability": (12, 0)}, "this GPU is sm_120; rebuild it .* DSV4_CUDA_ARCHS=120a"),
-        ({}, {"capability": (8, 9)}, "DSV4_CUDA_ARCHS=89$"),
+        ({}, {"capability": (12, 0)}, "this GPU is sm_120; rebuild it .* MLA_CUDA_ARCHS=120a"),
+        ({}, {"capability": (8, 9)}, "MLA_CUDA_ARCHS=89$"),
         ({"archs": "100a 103a"}, {}, "code for sm 100a 103a and this GPU is sm_90; .*ARCHS=90a"),
         ({"archs": "90 100a"}, {}, "code for sm 90 100a and this GPU is sm_90; .*ARCHS=90a"),  # empty kernels
     ],
@@ -192,7 +192,7 @@ def test_a_build_that_does_not_fit_is_refused(build, here, words):
 def library(build):
     """A file that says it was built so."""
     build = build if isinstance(build, bytes) else json.dumps(build).encode()
-    return b"\x7fELF\0dsv4_kernels_build\0dsv4_kernels_build " + build + b"\0more"
+    return b"\x7fELF\0mla_kernels_build\0mla_kernels_build " + build + b"\0more"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def library(build):
     ],
 )
 def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, monkeypatch, caplog):
-    path = tmp_path / "libdsv4_kernels.so"
+    path = tmp_path / "libmla_kernels.so"
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setattr(native, "LIBRARY", path)
@@ -231,7 +231,7 @@ def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, mo
 
 def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch, caplog):
     """A library for Hopper, beside a GPU of another kind: what runs where, and no operator without its code."""
-    path = tmp_path / "libdsv4_kernels.so"
+    path = tmp_path / "libmla_kernels.so"
     path.write_bytes(library(FITS))
     kinds = {"cuda:0": (8, 9), "cuda:1": (9, 0), "cuda:2": (10, 0)}
     loaded, kept = [], []
@@ -284,8 +284,8 @@ def built(tmp_path_factory):
     nvcc = Path(os.environ.get("CUDA_HOME", "/nonexistent"), "bin/nvcc")
     if not nvcc.exists() and not shutil.which("nvcc"):
         pytest.skip("there is no nvcc on PATH or in $CUDA_HOME")
-    out = tmp_path_factory.mktemp("native") / "libdsv4_kernels.so"
-    done = build(out, DSV4_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home())
+    out = tmp_path_factory.mktemp("native") / "libmla_kernels.so"
+    done = build(out, MLA_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home())
     assert done.returncode == 0, done.stderr
     return out
 
@@ -302,14 +302,14 @@ order, path, overlay = sys.argv[1:]
 sys.path[:0] = [overlay, overlay + "/third_party"]
 if order == "library first":
     torch.ops.load_library(path)
-import dsv4_kernels
+import mla_kernels
 if order == "package first":
     torch.ops.load_library(path)
-again = importlib.import_module("third_party.dsv4_kernels")
-assert again.insert is not dsv4_kernels.insert
-import dsv4_kernels.native, third_party.dsv4_kernels.native as other
-print(dsv4_kernels.native.load(), other.load())
-print([torch._C._dispatch_has_kernel_for_dispatch_key("dsv4_kernels::" + name, "CUDA") for name in %r])
+again = importlib.import_module("third_party.mla_kernels")
+assert again.insert is not mla_kernels.insert
+import mla_kernels.native, third_party.mla_kernels.native as other
+print(mla_kernels.native.load(), other.load())
+print([torch._C._dispatch_has_kernel_for_dispatch_key("mla_kernels::" + name, "CUDA") for name in %r])
 """
 
 
@@ -351,7 +351,7 @@ for operator in OPERATORS:
         assert "must be on a CUDA GPU" in str(error)
     else:
         raise AssertionError(operator)
-from dsv4_kernels import sm90
+from mla_kernels import sm90
 attend, none = native_kernel("sparse_mla_sm90"), (None, None, None)
 rows = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
@@ -425,7 +425,7 @@ import sys
 sys.path[:0] = sys.argv[2:]
 import conftest, torch
 torch.ops.load_library(sys.argv[1])
-from dsv4_kernels import insert
+from mla_kernels import insert
 from test_insert import OPERATORS, Case, native_kernel
 insert.keep_triton()
 for operator in OPERATORS:
@@ -464,7 +464,7 @@ import hashlib, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 import conftest, torch
-from dsv4_kernels import native
+from mla_kernels import native
 native.LIBRARY = Path(sys.argv[1])
 from test_sparse_mla import BATCHES, BF16, E4M3, Case
 for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
@@ -480,12 +480,12 @@ for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_waiting_for_all_products_changes_no_bit(built, tmp_path):
-    """DSV4_STRICT_WAIT: all warps wait for all `wgmma` that read operands before any is stored over."""
+    """MLA_STRICT_WAIT: all warps wait for all `wgmma` that read operands before any is stored over."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    assert any(b"ifdef DSV4_STRICT_WAIT" in path.read_bytes() for path in CSRC.iterdir())
-    strict = tmp_path / "libdsv4_kernels.so"
-    done = build(strict, DSV4_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home(), NVCC_APPEND_FLAGS="-DDSV4_STRICT_WAIT")
+    assert any(b"ifdef MLA_STRICT_WAIT" in path.read_bytes() for path in CSRC.iterdir())
+    strict = tmp_path / "libmla_kernels.so"
+    done = build(strict, MLA_CUDA_ARCHS="90a", VIRTUAL_ENV=python_home(), NVCC_APPEND_FLAGS="-DMLA_STRICT_WAIT")
     assert done.returncode == 0, done.stderr
 
     def bits(path):
@@ -513,7 +513,7 @@ def test_depends_on_nothing_that_differs_between_machines(built):
         "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__",
     }  # fmt: skip
     assert foreign and all(name.startswith(("aoti_torch_", "torch_")) for name in foreign), foreign
-    assert [name for where, name in names if where.isdigit()] == ["dsv4_kernels_build"]
+    assert [name for where, name in names if where.isdigit()] == ["mla_kernels_build"]
 
 
 def test_the_build_without_what_it_needs_says_so(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dsv4_kernels import build_sparse_index_table
+from mla_kernels import build_sparse_index_table
 
 STALE = 7_777_777
 

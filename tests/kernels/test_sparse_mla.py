@@ -7,7 +7,7 @@ FlashMLA has them, 1.3e-3.
 
 import pytest
 import torch
-from dsv4_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
+from mla_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
 
 TOLERANCE = 4e-4
 # FlashInfer's wants more of its arguments and has tests of its own, tests/glue/test_flashinfer.py.
@@ -425,7 +425,7 @@ def test_a_head_that_is_not_a_number(device, fast_provider, tokens, heads, dimen
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype):
     """More splits than key blocks leaves empty splits, whose maximum is -inf."""
-    from dsv4_kernels import triton_sparse_mla
+    from mla_kernels import triton_sparse_mla
 
     monkeypatch.setattr(triton_sparse_mla, "_num_splits", lambda *_: splits)
     case = Case(device, tokens=4, heads=8, kv_dtype=kv_dtype, width=128 + 256, seed=splits)

@@ -1,4 +1,7 @@
-"""What differs in vLLM 0.22.1 (and 0.22.0): where its layers are, and how one finds its implementation."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""What differs in vLLM 0.22.1 (and 0.22.0): where its layers are, and how one finds its
+implementation."""
 
 from typing import Any
 
@@ -44,5 +47,6 @@ class DeepseekV4FullCacheImpl(DeepseekV4SparseMLAAttentionImpl):
 
 
 def outer_layer(layer: torch.nn.Module, context: dict[str, Any]) -> torch.nn.Module:
-    """The layer that has made `layer`, and has what the kernels that write need: RoPE, norm and compressor."""
+    """The layer that has made `layer`, and has what the kernels that write need: RoPE,
+    norm and compressor."""
     return context[f"{layer.prefix}.deepseek_v4_multi_head_latent_attention"]

@@ -1,4 +1,7 @@
-"""What differs in vLLM 0.33.0: a layer is one class, from which a backend derives its own."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""What differs in vLLM 0.33.0: a layer is one class, from which a backend derives its
+own."""
 
 from functools import partial
 from typing import Any
@@ -12,8 +15,13 @@ from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
-# Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert, compressor and attention.
-_NEVER_RUN = ("common.ops.cache_utils", "sparse_mla", "nvidia.ops.sparse_attn_compress_cutedsl")
+# Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert,
+# compressor and attention.
+_NEVER_RUN = (
+    "common.ops.cache_utils",
+    "sparse_mla",
+    "nvidia.ops.sparse_attn_compress_cutedsl",
+)
 
 
 @overriding()
@@ -23,10 +31,12 @@ class DeepseekV4FullCacheBackend(FullCacheBackend, DeepseekV4FlashMLABackend):
 
 @overriding("full_cache")
 class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
-    """vLLM's layer for Hopper on vLLM's full-width caches, with the overlay's insert, compressor and attention.
+    """vLLM's layer for Hopper on vLLM's full-width caches, with the overlay's insert,
+    compressor and attention.
 
-    A block holds rows of several layers, so the blocks of one cache lie further apart than its own rows need.
-    Every kernel takes that stride from the tensor, and refuses one that it cannot address.
+    A block holds rows of several layers, so the blocks of one cache lie further apart
+    than its own rows need. Every kernel takes that stride from the tensor, and refuses
+    one that it cannot address.
     """
 
     backend_cls = DeepseekV4FullCacheBackend
@@ -46,15 +56,31 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
             connect_compressor(self)
 
     def _fused_qnorm_rope_kv_insert(
-        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: Any,
     ) -> torch.Tensor:
         if not isinstance(attn_metadata, dict):  # memory profiling
             return q
         swa_metadata = attn_metadata[self.swa_cache_layer.prefix]
-        return attention.insert(self, q, kv, swa_metadata, positions, self.rotary_emb.cos_sin_cache, self.eps)
+        return attention.insert(
+            self,
+            q,
+            kv,
+            swa_metadata,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            self.eps,
+        )
 
     def forward_mqa(
-        self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        positions: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         attention.forward(self, q, output)
 
@@ -62,12 +88,16 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
 def _cancel_warm_up() -> None:
     registry = JitWarmupRegistry._active.get()
     for kernel in list(registry._registrations) if registry else ():
-        if type(kernel).__module__.removeprefix("vllm.models.deepseek_v4.") in _NEVER_RUN:
+        if (
+            type(kernel).__module__.removeprefix("vllm.models.deepseek_v4.")
+            in _NEVER_RUN
+        ):
             del registry._registrations[kernel]
 
 
 def connect_compressor(layer: torch.nn.Module) -> None:
-    """Let `layer.compressor` store its rows by the overlay; vLLM has a class to choose for the indexer's only."""
+    """Let `layer.compressor` store its rows by the overlay; vLLM has a class to choose
+    for the indexer's only."""
     require(layer.compressor, "_compress_norm_rope_store")
     layer.compressor._compress_norm_rope_store = partial(_compress, layer)
 
@@ -82,7 +112,9 @@ def _compress(
     attn_metadata: dict[str, Any],
     pdl_kwargs: dict[str, Any],
 ) -> None:
-    attention.compress(layer.compressor, layer, positions, rotary_emb.cos_sin_cache, attn_metadata)
+    attention.compress(
+        layer.compressor, layer, positions, rotary_emb.cos_sin_cache, attn_metadata
+    )
 
 
 def outer_layer(layer: torch.nn.Module, context: dict[str, Any]) -> torch.nn.Module:

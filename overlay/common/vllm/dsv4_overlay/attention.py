@@ -1,4 +1,7 @@
-"""One DeepSeek V4 attention layer over the full-width cache: insert, compress, index table, attention."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""One DeepSeek V4 attention layer over the full-width cache: insert, compress, index
+table, attention."""
 
 import functools
 import weakref
@@ -10,7 +13,7 @@ from vllm.dsv4_overlay.config import check_machine, falls_back, provider, storag
 from vllm.dsv4_overlay.scales import layer_scales
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.third_party.dsv4_kernels import (
+from vllm.third_party.mla_kernels import (
     SparseIndexTable,
     build_sparse_index_table,
     compress_norm_rope_store,
@@ -18,18 +21,21 @@ from vllm.third_party.dsv4_kernels import (
     pick_provider,
     sparse_mla,
 )
-from vllm.third_party.dsv4_kernels.sparse_index import table_width
+from vllm.third_party.mla_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
 
-# The inner layers of this process on the full-width cache, as they were made: for warm-up and calibration.
+# The inner layers of this process on the full-width cache, as they were made: for
+# warm-up and calibration.
 LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def init_layer(layer: torch.nn.Module) -> None:
-    """Give an inner attention layer the scales of its rows and queries, floats that do not change from here on.
+    """Give an inner attention layer the scales of its rows and queries, floats that do
+    not change from here on.
 
-    None of them is a tensor of the layer: those are lost in sleep mode, or when weights are loaded anew.
+    None of them is a tensor of the layer: those are lost in sleep mode, or when weights
+    are loaded anew.
     """
     check_machine()
     vllm_config = get_current_vllm_config()
@@ -38,23 +44,33 @@ def init_layer(layer: torch.nn.Module) -> None:
         layer.kv_scale, layer.q_scale = layer_scales(vllm_config, layer)
     if _provider(layer.attn_sink) == "flashinfer":
         flashinfer = flashinfer_sparse_mla.prepare(layer.attn_sink.device)
-        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and buffers only, and after
-        # weights were loaded anew, of buffers only those of modules without weights.
+        # Its kernels count on zeros. After sleep level 2 vLLM brings back weights and
+        # buffers only, and after weights were loaded anew, of buffers only those of
+        # modules without weights.
         layer.flashinfer = torch.nn.Module()
-        layer.flashinfer.register_buffer("workspace", flashinfer.workspace, persistent=False)
-        layer.flashinfer.register_buffer("counters", flashinfer.counters, persistent=False)
+        layer.flashinfer.register_buffer(
+            "workspace", flashinfer.workspace, persistent=False
+        )
+        layer.flashinfer.register_buffer(
+            "counters", flashinfer.counters, persistent=False
+        )
     if provider():
-        logger.info_once("sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider())
+        logger.info_once(
+            "sparse_mla provider: %s, as VLLM_DSV4_PROVIDER says.", provider()
+        )
     elif problem := falls_back(layer.attn_sink.device):
         logger.warning_once("DeepSeek V4: %s", problem)
     else:
-        logger.info_once("sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device))
+        logger.info_once(
+            "sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device)
+        )
     LAYERS.add(layer)
 
 
 @functools.cache
 def on_device(value: float, device: torch.device) -> torch.Tensor:
-    """One float32 element, as the kernels that write take scales; made before graphs are captured, by warm-up."""
+    """One float32 element, as the kernels that write take scales; made before graphs
+    are captured, by warm-up."""
     return torch.tensor([value], dtype=torch.float32, device=device)
 
 
@@ -63,7 +79,8 @@ def _provider(tensor: torch.Tensor) -> str:
 
 
 def query_dtype(cache: torch.Tensor) -> torch.dtype:
-    """What attention over this cache takes: BF16, but E4M3 where FlashInfer reads E4M3 rows."""
+    """What attention over this cache takes: BF16, but E4M3 where FlashInfer reads E4M3
+    rows."""
     fp8 = cache.dtype != torch.bfloat16 and _provider(cache) == "flashinfer"
     return torch.float8_e4m3fn if fp8 else torch.bfloat16
 
@@ -77,24 +94,35 @@ def insert(
     cos_sin_cache: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Norm and rotate `q` [tokens, heads, 512] BF16 in place, store rotated `kv` [tokens, 512]; returns `q`.
+    """Norm and rotate `q` [tokens, heads, 512] BF16 in place, store rotated `kv`
+    [tokens, 512]; returns `q`.
 
-    Where attention takes E4M3, the `q` returned is another tensor, divided by the layer's scale of queries.
+    Where attention takes E4M3, the `q` returned is another tensor, divided by the
+    layer's scale of queries.
     """
     cache = layer.swa_cache_layer.kv_cache
     rest = (swa_metadata.slot_mapping, positions, cos_sin_cache)
     if cache.dtype == torch.bfloat16:
-        torch.ops.dsv4_kernels.full_cache_bf16_insert(q, kv, cache, *rest, eps, swa_metadata.block_size)
+        torch.ops.mla_kernels.full_cache_bf16_insert(
+            q, kv, cache, *rest, eps, swa_metadata.block_size
+        )
         return q
     kv_scale = on_device(layer.kv_scale, q.device)
     if query_dtype(cache) == torch.float8_e4m3fn:
         q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
-        torch.ops.dsv4_kernels.full_cache_fp8_insert(
-            q, kv, q_fp8, cache, *rest, kv_scale, on_device(1 / layer.q_scale, q.device), eps,
+        torch.ops.mla_kernels.full_cache_fp8_insert(
+            q,
+            kv,
+            q_fp8,
+            cache,
+            *rest,
+            kv_scale,
+            on_device(1 / layer.q_scale, q.device),
+            eps,
             swa_metadata.block_size,
-        )  # fmt: skip
+        )
         return q_fp8
-    torch.ops.dsv4_kernels.full_cache_fp8_insert_bf16_q(
+    torch.ops.mla_kernels.full_cache_fp8_insert_bf16_q(
         q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size
     )
     return q
@@ -107,7 +135,8 @@ def compress(
     cos_sin_cache: torch.Tensor,
     metadata: dict[str, Any],
 ) -> bool:
-    """Store what `compressor` makes of its states if `layer`, which it feeds, has full-width rows; else False."""
+    """Store what `compressor` makes of its states if `layer`, which it feeds, has
+    full-width rows; else False."""
     if not getattr(layer, "full_cache", False):
         return False
     state = metadata[compressor.state_cache.prefix]
@@ -123,13 +152,16 @@ def compress(
         compressor.norm.weight,
         compressor.rms_norm_eps,
         layer.compress_ratio,
-        None if layer.kv_cache.dtype == torch.bfloat16 else on_device(layer.kv_scale, positions.device),
+        None
+        if layer.kv_cache.dtype == torch.bfloat16
+        else on_device(layer.kv_scale, positions.device),
     )
     return True
 
 
 def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
-    """Run the inner attention layer on the metadata of this forward pass; zeros while memory is measured."""
+    """Run the inner attention layer on the metadata of this forward pass; zeros while
+    memory is measured."""
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
         _reserve(layer, q)
@@ -140,40 +172,52 @@ def forward(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> No
 
 
 def _reserve(layer: torch.nn.Module, q: torch.Tensor) -> None:
-    """Hold what the widest step takes, while vLLM measures memory: what is left it gives to the caches.
+    """Hold what the widest step takes, while vLLM measures memory: what is left it
+    gives to the caches.
 
-    A C128A layer's table is [tokens, 128 + max_model_len / 128] int32: 260 MiB for 8192 tokens of a million.
+    A C128A layer's table is [tokens, 128 + max_model_len / 128] int32: 260 MiB for 8192
+    tokens of a million.
     """
     if layer.kv_cache_dtype != "bfloat16" and _provider(q) == "flashinfer":
         q = torch.empty_like(q, dtype=torch.float8_e4m3fn)
     width = table_width(_compressed_width(layer, layer.max_model_len))
     table = torch.empty(len(q), width, dtype=torch.int32, device=q.device)
     if layer.compress_ratio != 4:  # the others live until the step ends, as here
-        get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})[layer.compress_ratio] = table
+        get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})[
+            layer.compress_ratio
+        ] = table
 
 
 def _compressed_width(layer: torch.nn.Module, longest: int) -> int:
-    """The most compressed rows that a token of this layer attends to in sequences of up to `longest` tokens."""
+    """The most compressed rows that a token of this layer attends to in sequences of up
+    to `longest` tokens."""
     if layer.compress_ratio == 4:
         return layer.topk_indices_buffer.shape[1]
     return longest // layer.compress_ratio if layer.compress_ratio > 1 else 0
 
 
 def attend(
-    layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor, swa_metadata: Any, compressed_metadata: Any
+    layer: torch.nn.Module,
+    q: torch.Tensor,
+    output: torch.Tensor,
+    swa_metadata: Any,
+    compressed_metadata: Any,
 ) -> None:
-    """Write `output` [tokens, heads, 512] for the decodes and the prefills of this step.
+    """Write `output` [tokens, heads, 512] for the decodes and the prefills of this
+    step.
 
-    One call does, except that FlashInfer gets the prefills in a second one: it was reported less accurate on a
-    mixed batch. Tokens behind them (graph padding that no request owns) are left as they are, as FlashMLA's path
-    does.
+    One call does, except that FlashInfer gets the prefills in a second one: it was
+    reported less accurate on a mixed batch. Tokens behind them (graph padding that no
+    request owns) are left as they are, as FlashMLA's path does.
     """
     tokens = swa_metadata.num_decode_tokens + swa_metadata.num_prefill_tokens
     table = _index_table(layer, swa_metadata, compressed_metadata, tokens)
     name = _provider(q)
     q_scale = layer.q_scale if q.dtype == torch.float8_e4m3fn else 1.0
     first = slice(swa_metadata.num_decode_tokens if name == "flashinfer" else tokens)
-    parts: list[tuple] = [(first, q[first, None], output[first, None], table.visible[first], {})]
+    parts: list[tuple] = [
+        (first, q[first, None], output[first, None], table.visible[first], {})
+    ]
     if first.stop < tokens:
         rest = slice(first.stop, tokens)
         parts.append((rest, q[rest], output[rest], *_prefills(swa_metadata)))
@@ -198,13 +242,20 @@ def attend(
 
 
 def _prefills(metadata: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Lengths of the prefills of a step and, counted from the first of them, where each starts; once a step."""
+    """Lengths of the prefills of a step and, counted from the first of them, where each
+    starts; once a step."""
     cache = get_forward_context().additional_kwargs.setdefault("dsv4_prefills", {})
     if id(metadata) not in cache:
         first, end = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
-        cache[id(metadata)] = metadata.seq_lens[first:end], dict(
-            cum_seq_lens_q=metadata.query_start_loc[first : end + 1] - metadata.num_decode_tokens,
-            max_q_len=int(metadata.query_start_loc_cpu[first : end + 1].diff().max()),
+        cache[id(metadata)] = (
+            metadata.seq_lens[first:end],
+            dict(
+                cum_seq_lens_q=metadata.query_start_loc[first : end + 1]
+                - metadata.num_decode_tokens,
+                max_q_len=int(
+                    metadata.query_start_loc_cpu[first : end + 1].diff().max()
+                ),
+            ),
         )
     return cache[id(metadata)]
 
@@ -219,11 +270,13 @@ def _pool(cache: torch.Tensor) -> torch.Tensor:
 def _index_table(
     layer: torch.nn.Module, swa_metadata: Any, compressed_metadata: Any, tokens: int
 ) -> SparseIndexTable:
-    """The rows each token attends to; one table serves all window-only and all C128A layers of a step.
+    """The rows each token attends to; one table serves all window-only and all C128A
+    layers of a step.
 
-    C4A layers differ in what their indexer picked. The key holds the window metadata, since vLLM may spread
-    the layers' windows over several KV cache groups with block tables of their own; the tables live as long
-    as the forward pass, since vLLM may reuse metadata objects after changing what they point to.
+    C4A layers differ in what their indexer picked. The key holds the window metadata,
+    since vLLM may spread the layers' windows over several KV cache groups with block
+    tables of their own; the tables live as long as the forward pass, since vLLM may
+    reuse metadata objects after changing what they point to.
     """
     ratio = layer.compress_ratio
     tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
@@ -236,7 +289,9 @@ def _index_table(
         compressed = dict(
             compressed_block_table=compressed_metadata.block_table,
             compressed_block_size=compressed_metadata.block_size // ratio,
-            compressed_width=_compressed_width(layer, _longest(layer, compressed_metadata)),
+            compressed_width=_compressed_width(
+                layer, _longest(layer, compressed_metadata)
+            ),
             topk_indices=picked,
         )
     table = build_sparse_index_table(
@@ -256,7 +311,8 @@ def _index_table(
 
 
 def _longest(layer: torch.nn.Module, metadata: Any) -> int:
-    """Longest sequence that this launch may have to serve; a captured graph is replayed with longer ones."""
+    """Longest sequence that this launch may have to serve; a captured graph is replayed
+    with longer ones."""
     if metadata.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
         return layer.max_model_len
     return min(metadata.max_seq_len, layer.max_model_len)

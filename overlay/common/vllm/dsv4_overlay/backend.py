@@ -1,4 +1,7 @@
-"""The backend and its cache specs, as far as every release has them alike; `adapter` has the rest."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""The backend and its cache specs, as far as every release has them alike; `adapter`
+has the rest."""
 
 import copy
 import functools
@@ -13,25 +16,35 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
 
 def require(owner: object, name: str) -> None:
-    """Refuse a vLLM whose class or object has no `name`, which the overlay replaces: its own would run instead.
+    """Refuse a vLLM whose class or object has no `name`, which the overlay replaces:
+    its own would run instead.
 
     Raises:
         RuntimeError: one sentence.
     """
     cls = owner if isinstance(owner, type) else type(owner)
-    declared = any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__)
+    declared = any(
+        name in vars(base).get("__annotations__", {}) for base in cls.__mro__
+    )
     if not hasattr(owner, name) and not declared:
         raise RuntimeError(
-            f"{cls.__module__}.{cls.__name__} of this vLLM has no {name}, which vllm-dsv4-overlay replaces; "
-            "scripts/apply-patches.sh --status says what differs from the release it is for."
+            f"{cls.__module__}.{cls.__name__} of this vLLM has no {name}, which "
+            "vllm-dsv4-overlay replaces; "
+            "scripts/apply-patches.sh --status says what differs from the release it "
+            "is for."
         )
 
 
 def overriding(*added: str) -> Callable[[type], type]:
-    """Decorate a class derived from vLLM's: all that it defines, but for `added`, is there to be overridden."""
+    """Decorate a class derived from vLLM's: all that it defines, but for `added`, is
+    there to be overridden."""
 
     def check(cls: type) -> type:
-        ours = [base for base in cls.__mro__ if base.__module__.startswith("vllm.dsv4_overlay.")]
+        ours = [
+            base
+            for base in cls.__mro__
+            if base.__module__.startswith("vllm.dsv4_overlay.")
+        ]
         theirs = next(base for base in cls.__mro__ if base not in ours)
         for name in {name for base in ours for name in vars(base)}.difference(added):
             if not name.startswith("__"):
@@ -42,7 +55,8 @@ def overriding(*added: str) -> Callable[[type], type]:
 
 
 class FullCacheBackend:
-    """Sparse MLA over 512-wide rows: what it has other than the V4 FlashMLA backend that it is mixed into."""
+    """Sparse MLA over 512-wide rows: what it has other than the V4 FlashMLA backend
+    that it is mixed into."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(ACCEPTED_DTYPES)
 
@@ -57,24 +71,36 @@ class FullCacheBackend:
 
 @functools.cache
 def _without_c128a_tables(builder: type) -> type:
-    """vLLM's builder of metadata less what only FlashMLA reads: which rows a token of a C128A layer sees.
+    """vLLM's builder of metadata less what only FlashMLA reads: which rows a token of a
+    C128A layer sees.
 
-    Those are two tables of int32 [max_num_batched_tokens, max_model_len / 128], filled in every step and made
-    after memory was measured; with a million tokens of context and 8192 in a step, 512 MiB.
+    Those are two tables of int32 [max_num_batched_tokens, max_model_len / 128], filled
+    in every step and made after memory was measured; with a million tokens of context
+    and 8192 in a step, 512 MiB.
     """
 
     @overriding()
     class FullCacheMetadataBuilder(builder):
         def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+            self,
+            kv_cache_spec: Any,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
         ) -> None:
             short = copy.copy(vllm_config)
             short.model_config = copy.copy(vllm_config.model_config)
-            short.model_config.max_model_len = 1  # a table of the smallest width there is
+            short.model_config.max_model_len = (
+                1  # a table of the smallest width there is
+            )
             super().__init__(kv_cache_spec, layer_names, short, device)
             self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
             if self.compress_ratio == 128:
-                for name in ("c128a_global_decode_buffer", "c128a_decode_lens_buffer", "c128a_prefill_buffer"):
+                for name in (
+                    "c128a_global_decode_buffer",
+                    "c128a_decode_lens_buffer",
+                    "c128a_prefill_buffer",
+                ):
                     require(self, name)
                     delattr(self, name)
 
@@ -101,10 +127,16 @@ class DeepseekV4FullCacheSWACache(DeepseekV4SWACache):
 
 
 def swa_cache_class(cache_config: CacheConfig) -> type[DeepseekV4SWACache]:
-    return DeepseekV4FullCacheSWACache if is_full_cache(cache_config.cache_dtype) else DeepseekV4SWACache
+    return (
+        DeepseekV4FullCacheSWACache
+        if is_full_cache(cache_config.cache_dtype)
+        else DeepseekV4SWACache
+    )
 
 
-def main_cache_spec(layer: torch.nn.Module, vllm_config: VllmConfig) -> MLAAttentionSpec:
+def main_cache_spec(
+    layer: torch.nn.Module, vllm_config: VllmConfig
+) -> MLAAttentionSpec:
     """The compressed cache of a C4A or C128A layer."""
     return MLAAttentionSpec(
         block_size=vllm_config.cache_config.block_size,
@@ -117,13 +149,17 @@ def main_cache_spec(layer: torch.nn.Module, vllm_config: VllmConfig) -> MLAAtten
     )
 
 
-def state_alignment(vllm_config: VllmConfig, cache: torch.nn.Module, stock: int) -> int | None:
+def state_alignment(
+    vllm_config: VllmConfig, cache: torch.nn.Module, stock: int
+) -> int | None:
     """Page alignment in bytes of a compressor's state cache.
 
-    States share pages with the cache they feed. Those of the 512-wide cache fill an FP8 page exactly (32768
-    bytes), and FlashMLA's alignment would make them too large for it; the indexer's keep theirs.
+    States share pages with the cache they feed. Those of the 512-wide cache fill an FP8
+    page exactly (32768 bytes), and FlashMLA's alignment would make them too large for
+    it; the indexer's keep theirs.
     """
-    # kv and score, each 512 channels wide, or twice that where windows overlap; the indexer's have 128.
+    # kv and score, each 512 channels wide, or twice that where windows overlap; the
+    # indexer's have 128.
     feeds_main_cache = cache.state_dim >= 2 * 512
     full_cache = is_full_cache(vllm_config.cache_config.cache_dtype)
     return None if full_cache and feeds_main_cache else stock

@@ -1,12 +1,17 @@
-"""Measure the scales of the FP8 cache by running prompts through the model on the BF16 cache.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""Measure the scales of the FP8 cache by running prompts through the model on the BF16
+cache.
 
-    python -m vllm.dsv4_overlay.calibrate --model DIR --prompts prompts.txt --output scales.safetensors
-    vllm serve DIR --attention-backend FLASHINFER_MLA_SPARSE_DSV4 --kv-cache-dtype fp8 \\
+    python -m vllm.dsv4_overlay.calibrate --model DIR --prompts prompts.txt --output
+    scales.safetensors vllm serve DIR --attention-backend FLASHINFER_MLA_SPARSE_DSV4
+    --kv-cache-dtype fp8 \\
         --additional-config '{"dsv4_scales": "scales.safetensors"}'
 
-Takes vLLM's engine options too (--tensor-parallel-size, --speculative-config, …); the cache dtype and the backend
-are fixed. Prompts are the lines of a text file, or of a .jsonl file: {"prompt": "text" or [token ids]}. Each layer
-gets the power of two that is at least HEADROOM times its largest value over E4M3's largest, 448.
+Takes vLLM's engine options too (--tensor-parallel-size, --speculative-config, …); the
+cache dtype and the backend are fixed. Prompts are the lines of a text file, or of a
+.jsonl file: {"prompt": "text" or [token ids]}. Each layer gets the power of two that is
+at least HEADROOM times its largest value over E4M3's largest, 448.
 """
 
 import argparse
@@ -25,26 +30,33 @@ from vllm.dsv4_overlay.scales import layer_prefix
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
-# Other text may reach further than the prompts did. E4M3 is floating point: room at the top costs nothing until
-# values 2^14 times smaller than the largest one matter, and a power of two rounds as 1.0 would.
+# Other text may reach further than the prompts did. E4M3 is floating point: room at the
+# top costs nothing until values 2^14 times smaller than the largest one matter, and a
+# power of two rounds as 1.0 would.
 HEADROOM = 2.0
 E4M3_MAX = 448.0
 
 
 class AmaxObserver:
-    """Methods that vLLM adds to its workers (`worker_extension_cls`): largest |kv| and |q| that each layer saw.
+    """Methods that vLLM adds to its workers (`worker_extension_cls`): largest |kv| and
+    |q| that each layer saw.
 
-    Read where attention is called: q is normed and rotated by then, and the new rows, rotated, are in the caches.
+    Read where attention is called: q is normed and rotated by then, and the new rows,
+    rotated, are in the caches.
     """
 
     def dsv4_observe(self) -> None:
         self.dsv4_amax = {
-            extract_layer_index(layer.prefix): torch.zeros(2, device=layer.attn_sink.device)
+            extract_layer_index(layer.prefix): torch.zeros(
+                2, device=layer.attn_sink.device
+            )
             for layer in attention.LAYERS
         }
         forward = attention.forward
 
-        def observed(layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor) -> None:
+        def observed(
+            layer: torch.nn.Module, q: torch.Tensor, output: torch.Tensor
+        ) -> None:
             observe(layer, q, self.dsv4_amax[extract_layer_index(layer.prefix)])
             forward(layer, q, output)
 
@@ -56,20 +68,24 @@ class AmaxObserver:
 
 
 def observe(layer: torch.nn.Module, q: torch.Tensor, amax: torch.Tensor) -> None:
-    """Raise `amax` [kv, q], float32, to what the tokens of this step hold; NaN stays. No host synchronisation."""
+    """Raise `amax` [kv, q], float32, to what the tokens of this step hold; NaN stays.
+    No host synchronisation."""
     metadata = get_forward_context().attn_metadata
     if metadata is None:  # memory profiling
         return
     slots = metadata[layer.swa_cache_layer.prefix].slot_mapping
     kv = largest(layer.swa_cache_layer.kv_cache, slots)
     if layer.compress_ratio > 1:  # the slot is -1 where a token ends no window
-        kv = torch.maximum(kv, largest(layer.kv_cache, metadata[layer.prefix].slot_mapping))
+        kv = torch.maximum(
+            kv, largest(layer.kv_cache, metadata[layer.prefix].slot_mapping)
+        )
     queries = q[: len(slots)].float().abs().amax((1, 2)).where(slots >= 0, 0).amax()
     amax.copy_(torch.maximum(amax, torch.stack((kv, queries))))
 
 
 def largest(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude in these rows of a `[blocks, rows, 512]` cache; a negative slot has none."""
+    """Largest magnitude in these rows of a `[blocks, rows, 512]` cache; a negative slot
+    has none."""
     row = slots.clamp(min=0)
     values = cache[row // cache.shape[1], row % cache.shape[1]].float().abs().amax(1)
     return values.where(slots >= 0, 0).amax()
@@ -81,7 +97,8 @@ def scale(amax: float) -> float:
 
 
 def merge(workers: list[dict[str, list[float]]]) -> dict[int, list[float]]:
-    """Tensor-parallel ranks have heads of their own, pipeline ranks layers of their own.
+    """Tensor-parallel ranks have heads of their own, pipeline ranks layers of their
+    own.
 
     Raises ValueError where a layer saw nothing, or something that is not finite.
     """
@@ -89,30 +106,48 @@ def merge(workers: list[dict[str, list[float]]]) -> dict[int, list[float]]:
     for worker in workers:
         for layer, amax in worker.items():
             # torch's maximum keeps NaN, Python's may not.
-            both = torch.tensor([amax, merged.get(int(layer), amax)], dtype=torch.float64)
+            both = torch.tensor(
+                [amax, merged.get(int(layer), amax)], dtype=torch.float64
+            )
             merged[int(layer)] = both.amax(0).tolist()
     for layer, amax in merged.items():
         if not all(0 < value < math.inf for value in amax):
-            raise ValueError(f"Layer {layer} saw a largest |kv| and |q| of {amax}, which gives no scale.")
+            raise ValueError(
+                f"Layer {layer} saw a largest |kv| and |q| of {amax}, which gives no "
+                "scale."
+            )
     if not merged:
-        raise ValueError("The model has no layer on the full-width cache of DeepSeek V4.")
+        raise ValueError(
+            "The model has no layer on the full-width cache of DeepSeek V4."
+        )
     return dict(sorted(merged.items()))
 
 
-def write(path: Path, amax: dict[int, list[float]], main_layers: int, metadata: dict[str, Any]) -> None:
+def write(
+    path: Path, amax: dict[int, list[float]], main_layers: int, metadata: dict[str, Any]
+) -> None:
     """Write the scales that follow from {layer: [kv, q]}, or nothing."""
     tensors = {}
     for layer, values in amax.items():
         for kind, value in zip("kq", values, strict=True):
-            tensors[f"{layer_prefix(layer, main_layers)}.{kind}_scale"] = torch.tensor([scale(value)])
+            tensors[f"{layer_prefix(layer, main_layers)}.{kind}_scale"] = torch.tensor(
+                [scale(value)]
+            )
     partial = path.with_name(f".{path.name}.partial")
-    metadata = metadata | {"amax": {layer_prefix(layer, main_layers): values for layer, values in amax.items()}}
-    save_file(tensors, partial, {key: json.dumps(value) for key, value in metadata.items()})
+    metadata = metadata | {
+        "amax": {
+            layer_prefix(layer, main_layers): values for layer, values in amax.items()
+        }
+    }
+    save_file(
+        tensors, partial, {key: json.dumps(value) for key, value in metadata.items()}
+    )
     os.replace(partial, path)
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Prompts as `LLM.generate` takes them. Raises ValueError, in one sentence, where a line is none."""
+    """Prompts as `LLM.generate` takes them. Raises ValueError, in one sentence, where a
+    line is none."""
     prompts: list[Any] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -121,7 +156,9 @@ def read_prompts(path: Path) -> list[Any]:
             prompt = json.loads(line)["prompt"] if path.suffix == ".jsonl" else line
         except (ValueError, KeyError, TypeError):
             raise ValueError(f'{path}:{number} is not {{"prompt": …}}.') from None
-        prompts.append({"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt)
+        prompts.append(
+            {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        )
     if not prompts:
         raise ValueError(f"{path} holds no prompt.")
     return prompts
@@ -136,19 +173,33 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--prompts", type=Path, required=True, help="text file, a prompt a line, or .jsonl")
-    parser.add_argument("--output", type=Path, required=True, help="the scales, safetensors")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        help="text file, a prompt a line, or .jsonl",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the scales, safetensors"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="tokens to generate for each prompt"
+    )
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(block_size=256)
     options = vars(parser.parse_args(argv))
-    prompt_file, output, tokens = (options.pop(name) for name in ("prompts", "output", "max_tokens"))
+    prompt_file, output, tokens = (
+        options.pop(name) for name in ("prompts", "output", "max_tokens")
+    )
     try:
         prompts = read_prompts(prompt_file)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if vllm_serves_itself():
-        parser.error("on this GPU the layers are vLLM's own, which cannot be watched; calibrate on Hopper.")
+        parser.error(
+            "on this GPU the layers are vLLM's own, which cannot be watched; "
+            "calibrate on Hopper."
+        )
     if not os.access(output.parent, os.W_OK):
         parser.error(f"{output.parent} is no folder that can be written to.")
     options |= dict(
@@ -161,15 +212,25 @@ def main(argv: list[str] | None = None) -> int:
     llm = vllm.LLM(**options)
     llm.collective_rpc("dsv4_observe")
     text = not options.get("skip_tokenizer_init")
-    llm.generate(prompts, vllm.SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=text))
+    llm.generate(
+        prompts,
+        vllm.SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=text),
+    )
     config = llm.llm_engine.vllm_config.model_config
     main_layers = config.hf_config.num_hidden_layers
     try:
         amax = merge(llm.collective_rpc("dsv4_observed"))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    write(output, amax, main_layers, {"model": config.model, "prompts": len(prompts), "vllm": vllm.__version__})
-    print(f"{'layer':16s} {'amax kv':>10s} {'scale':>10s} {'amax q':>10s} {'scale':>10s}")
+    write(
+        output,
+        amax,
+        main_layers,
+        {"model": config.model, "prompts": len(prompts), "vllm": vllm.__version__},
+    )
+    print(
+        f"{'layer':16s} {'amax kv':>10s} {'scale':>10s} {'amax q':>10s} {'scale':>10s}"
+    )
     for layer, (kv, q) in amax.items():
         name = layer_prefix(layer, main_layers)
         print(f"{name:16s} {kv:10.4g} {scale(kv):10.4g} {q:10.4g} {scale(q):10.4g}")

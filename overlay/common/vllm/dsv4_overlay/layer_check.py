@@ -1,4 +1,7 @@
-"""One layer and its compressor, run by vLLM's own classes and compared with attention in float64."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""One layer and its compressor, run by vLLM's own classes and compared with attention
+in float64."""
 
 import importlib
 from types import SimpleNamespace
@@ -6,14 +9,16 @@ from types import SimpleNamespace
 import torch
 from vllm.dsv4_overlay import adapter, attention, config
 from vllm.forward_context import override_forward_context
-from vllm.third_party.dsv4_kernels import checks
+from vllm.third_party.mla_kernels import checks
 
-# Insert, compressor and attention round one after the other; E4M3 rows also differ in a few ties.
+# Insert, compressor and attention round one after the other; E4M3 rows also differ in a
+# few ties.
 TOLERANCE = 4e-3
 
 
 def check_layer(ratio: int, dtype: torch.dtype) -> str:
-    """Insert, compressor and attention as vLLM's own classes call them, on one sequence."""
+    """Insert, compressor and attention as vLLM's own classes call them, on one
+    sequence."""
     layers = importlib.import_module(adapter.ATTENTION)
     heads, last, device = 4, 6, checks.DEVICE
     seq = checks.Sequence(length=300, heads=heads, ratio=ratio, dtype=dtype)
@@ -33,7 +38,9 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
         scale=checks.SCALE,
         kv_scale=checks.KV_SCALE if dtype == checks.E4M3 else 1.0,
         q_scale=1.0,
-        attn_sink=torch.cat((seq.sink, torch.full((64 - heads,), float("-inf")))).to(device),
+        attn_sink=torch.cat((seq.sink, torch.full((64 - heads,), float("-inf")))).to(
+            device
+        ),
         swa_cache_layer=SimpleNamespace(kv_cache=seq.window, prefix="window"),
         kv_cache=seq.rows,
         topk_indices_buffer=picked if picked is None else picked.to(device),
@@ -60,30 +67,43 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
         num_decode_tokens=0,
         num_prefill_tokens=last,
     )
-    rows = SimpleNamespace(block_table=seq.rows_table, block_size=256, max_seq_len=seq.length)
+    rows = SimpleNamespace(
+        block_table=seq.rows_table, block_size=256, max_seq_len=seq.length
+    )
     metadata = {"window": window, "layer": rows}
     if config.NAME_IS_OURS:
-        outer, attend = layers.DeepseekV4MultiHeadLatentAttentionWrapper, layers.DeepseekV4MLAAttention.forward
+        outer, attend = (
+            layers.DeepseekV4MultiHeadLatentAttentionWrapper,
+            layers.DeepseekV4MLAAttention.forward,
+        )
     else:
         outer = adapter.DeepseekV4FullCacheAttention
         attend = outer.forward_mqa
     q, kv = seq.q.to(device)[seen], seq.kv.to(device)[seen]
     inserted = outer._fused_qnorm_rope_kv_insert(layer, q, kv, seen, metadata)
-    q = (q if inserted is None else inserted)[-last:]  # 0.21.0: in place, or kept for the inner layer
+    q = (q if inserted is None else inserted)[
+        -last:
+    ]  # 0.21.0: in place, or kept for the inner layer
     if inserted is None and config.NAME_IS_OURS:
         layer.query = layer.query[-last:]
     out = torch.empty(last, heads, 512, dtype=torch.bfloat16, device=device)
-    with override_forward_context(SimpleNamespace(additional_kwargs={}, attn_metadata=metadata)):
+    with override_forward_context(
+        SimpleNamespace(additional_kwargs={}, attn_metadata=metadata)
+    ):
         attend(layer, q, kv, seen, out)
     q_dtype = attention.query_dtype(torch.empty(0, dtype=dtype, device=device))
     expected = checks.sequence_attention(seq, picked, seq.length - last, q_dtype)
-    return f"{seq.length} tokens, error {checks.relative_error(out, expected, TOLERANCE):.1e}"
+    error = checks.relative_error(out, expected, TOLERANCE)
+    return f"{seq.length} tokens, error {error:.1e}"
 
 
 def compress(layer: SimpleNamespace, seq: checks.Sequence) -> None:
-    """Fill the compressed rows of `seq` by vLLM's own compressor, from partial states that it writes itself."""
+    """Fill the compressed rows of `seq` by vLLM's own compressor, from partial states
+    that it writes itself."""
     cls = importlib.import_module(adapter.COMPRESSOR).DeepseekCompressor
-    layer.compressor = cls.__new__(cls)  # its constructor makes projections, which need a distributed group
+    layer.compressor = cls.__new__(
+        cls
+    )  # its constructor makes projections, which need a distributed group
     torch.nn.Module.__init__(layer.compressor)
     width, device = seq.states.shape[-1], seq.state_cache.device
     vars(layer.compressor).update(
@@ -91,7 +111,9 @@ def compress(layer: SimpleNamespace, seq: checks.Sequence) -> None:
         head_dim=512,
         compress_ratio=seq.ratio,
         ape=torch.zeros(seq.ratio, width, device=device),
-        state_cache=SimpleNamespace(kv_cache=seq.state_cache.fill_(float("nan")), prefix="states"),
+        state_cache=SimpleNamespace(
+            kv_cache=seq.state_cache.fill_(float("nan")), prefix="states"
+        ),
         norm=SimpleNamespace(weight=seq.norm.to(device)),
         rms_norm_eps=layer.eps,
         k_cache_prefix="layer",
@@ -107,7 +129,16 @@ def compress(layer: SimpleNamespace, seq: checks.Sequence) -> None:
         block_size=block,
         c128_boundary=None,
     )
-    rows = SimpleNamespace(slot_mapping=seq.slots(seq.rows_table, 256 // seq.ratio, seq.ratio))
+    rows = SimpleNamespace(
+        slot_mapping=seq.slots(seq.rows_table, 256 // seq.ratio, seq.ratio)
+    )
     positions = torch.arange(seq.length, device=device)
-    with override_forward_context(SimpleNamespace(attn_metadata={"states": states, "layer": rows})):
-        cls.forward(layer.compressor, seq.states.flatten(1).to(device), positions, layer.rotary_emb)
+    with override_forward_context(
+        SimpleNamespace(attn_metadata={"states": states, "layer": rows})
+    ):
+        cls.forward(
+            layer.compressor,
+            seq.states.flatten(1).to(device),
+            positions,
+            layer.rotary_emb,
+        )

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """Every kernel of the full-width backend, compiled before the first request."""
 
 import time
@@ -16,7 +18,8 @@ logger = init_logger(__name__)
 
 
 def warm_up(worker: "Worker") -> None:
-    """Run one layer of each kind on batches that hold padding only; nothing where no layer is the overlay's."""
+    """Run one layer of each kind on batches that hold padding only; nothing where no
+    layer is the overlay's."""
     layers = {layer.compress_ratio: layer for layer in attention.LAYERS}
     if not layers:
         return
@@ -33,7 +36,10 @@ def warm_up(worker: "Worker") -> None:
             with set_forward_context(None, worker.vllm_config):
                 _warm_up_layer(layer, adapter.outer_layer(layer, context), tokens)
     torch.cuda.synchronize()
-    logger.info("Warm-up of the full-width attention kernels took %.1f s.", time.perf_counter() - start)
+    logger.info(
+        "Warm-up of the full-width attention kernels took %.1f s.",
+        time.perf_counter() - start,
+    )
 
 
 def _warm_up_layer(layer: torch.nn.Module, outer: torch.nn.Module, tokens: int) -> None:
@@ -42,7 +48,9 @@ def _warm_up_layer(layer: torch.nn.Module, outer: torch.nn.Module, tokens: int) 
     nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
     window = SimpleNamespace(
         slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.kv_cache.shape[1],  # more than its own where vLLM has one group of layers
+        block_size=layer.swa_cache_layer.kv_cache.shape[
+            1
+        ],  # more than its own where vLLM has one group of layers
         token_to_req_indices=ints(tokens),
         is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
         query_start_loc=ints(2),
@@ -56,11 +64,21 @@ def _warm_up_layer(layer: torch.nn.Module, outer: torch.nn.Module, tokens: int) 
     cos_sin_cache = outer.rotary_emb.cos_sin_cache
     if outer.compressor is not None:
         compressed = SimpleNamespace(
-            block_table=ints(1, 16), block_size=256, max_seq_len=layer.max_model_len, slot_mapping=nowhere
+            block_table=ints(1, 16),
+            block_size=256,
+            max_seq_len=layer.max_model_len,
+            slot_mapping=nowhere,
         )
-        metadata = {outer.compressor.state_cache.prefix: window, layer.prefix: compressed}
+        metadata = {
+            outer.compressor.state_cache.prefix: window,
+            layer.prefix: compressed,
+        }
         attention.compress(outer.compressor, layer, positions, cos_sin_cache, metadata)
-    q = torch.zeros(tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
+    q = torch.zeros(
+        tokens, layer.num_heads, layer.head_dim, dtype=torch.bfloat16, device=device
+    )
     out = torch.empty_like(q)
-    q = attention.insert(layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, outer.eps)
+    q = attention.insert(
+        layer, q, q[:, 0].contiguous(), window, positions, cos_sin_cache, outer.eps
+    )
     attention.attend(layer, q, out, window, compressed)

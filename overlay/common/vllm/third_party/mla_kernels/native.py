@@ -1,8 +1,11 @@
-"""Loads `libdsv4_kernels.so`: CUDA kernels that take the operators over from Triton where they can.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""Loads `libmla_kernels.so`: CUDA kernels that take the operators over from Triton
+where they can.
 
-`scripts/build-kernels.sh` puts the library into `lib/`. It registers its kernels with torch for
-the dispatch key CUDA, which comes before the Triton implementations. Without it, or with one that
-does not fit here, Triton serves, and a line in the log says why.
+`scripts/build-kernels.sh` puts the library into `lib/`. It registers its kernels with
+torch for the dispatch key CUDA, which comes before the Triton implementations. Without
+it, or with one that does not fit here, Triton serves, and a line in the log says why.
 """
 
 import functools
@@ -15,29 +18,37 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# In a folder of its own: here, whoever lists the modules of this package would take it for one.
-LIBRARY = Path(__file__).parent / "lib" / "libdsv4_kernels.so"
-# What the operators of the library take. Raise it when a schema or its meaning changes, so that an
-# older build is refused and not called with other arguments. The build script reads this line.
+# In a folder of its own: here, whoever lists the modules of this package would take it
+# for one.
+LIBRARY = Path(__file__).parent / "lib" / "libmla_kernels.so"
+# What the operators of the library take. Raise it when a schema or its meaning changes,
+# so that an older build is refused and not called with other arguments. The build
+# script reads this line.
 INTERFACE = 3
 
-_BUILD = re.compile(rb"dsv4_kernels_build (\{[^\0]*\})\0")
+_BUILD = re.compile(rb"mla_kernels_build (\{[^\0]*\})\0")
 _REBUILD = "rebuild it with scripts/build-kernels.sh"
 
 
 def load(device: torch.device | None = None) -> bool:
-    """Whether the native operators serve `device`, by default the current GPU; loads the library if need be.
+    """Whether the native operators serve `device`, by default the current GPU; loads
+    the library if need be.
 
-    Initialises CUDA. The operators call it when they are first used; a program that captures CUDA graphs or
-    times its first call should do so earlier.
+    Initialises CUDA. The operators call it when they are first used; a program that
+    captures CUDA graphs or times its first call should do so earlier.
     """
-    return load_for(torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None)
+    return load_for(
+        torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    )
 
 
 @functools.cache
 def load_for(capability: tuple[int, int] | None) -> bool:
-    """`load` for GPUs of this compute capability, of which a process may see several."""
-    registered = _registered()  # for GPUs of another kind, or by this package under its other name
+    """`load` for GPUs of this compute capability, of which a process may see
+    several."""
+    registered = (
+        _registered()
+    )  # for GPUs of another kind, or by this package under its other name
     if not LIBRARY.exists():
         if not registered:
             logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)
@@ -56,13 +67,17 @@ def load_for(capability: tuple[int, int] | None) -> bool:
         logger.warning("%s is not used: %s. Triton serves.", LIBRARY, problem)
         return False
     if not registered and any(misfit(other) for other in _visible()):
-        # torch asks the operators' CUDA kernels for every GPU, and on some of these they have no code.
+        # torch asks the operators' CUDA kernels for every GPU, and on some of these
+        # they have no code.
         from . import insert
 
         insert.keep_triton()
     build = build_info(LIBRARY)
     logger.info(
-        "Native kernels serve (%s, CUDA %s, sm %s).", LIBRARY, build["cuda"], build["archs"]
+        "Native kernels serve (%s, CUDA %s, sm %s).",
+        LIBRARY,
+        build["cuda"],
+        build["archs"],
     )
     return True
 
@@ -70,10 +85,13 @@ def load_for(capability: tuple[int, int] | None) -> bool:
 def misfit(capability: tuple[int, int] | None) -> str | None:
     """Why the library cannot serve a GPU of this compute capability; None if it can.
 
-    Loads nothing and leaves CUDA alone, so that it can be asked before a server starts its workers.
+    Loads nothing and leaves CUDA alone, so that it can be asked before a server starts
+    its workers.
     """
     if not LIBRARY.exists():
-        return "it is not built; run scripts/build-kernels.sh and apply the overlay again"
+        return (
+            "it is not built; run scripts/build-kernels.sh and apply the overlay again"
+        )
     try:
         return refusal(
             build_info(LIBRARY),
@@ -103,39 +121,49 @@ def refusal(
     cuda_version: str | None,
     capability: tuple[int, int] | None,
 ) -> str | None:
-    """Why a library with this `build_info` must not be loaded, and what to do; None if it may."""
+    """Why a library with this `build_info` must not be loaded, and what to do; None if
+    it may."""
     if build.get("interface") != INTERFACE:
         return (
-            f"it is of another version of this package (interface {build.get('interface')}, "
+            "it is of another version of this package (interface "
+            f"{build.get('interface')}, "
             f"needed {INTERFACE}); {_REBUILD}"
         )
     if _numbers(torch_version) < _numbers(build["torch"]):
-        return f"it needs torch {build['torch']} or newer and this is {torch_version}; update torch"
+        return (
+            f"it needs torch {build['torch']} or newer and this is {torch_version}; "
+            "update torch"
+        )
     if cuda_version is None or capability is None:
         return "it needs a CUDA GPU and a torch built with CUDA"
     if _numbers(cuda_version)[0] != _numbers(build["cuda"])[0]:
         return (
-            f"it was built with CUDA {build['cuda']} and this torch with {cuda_version}; {_REBUILD} "
+            f"it was built with CUDA {build['cuda']} and this torch with "
+            f"{cuda_version}; {_REBUILD} "
             f"and a CUDA {_numbers(cuda_version)[0]} toolkit"
         )
     # The very name: without the a, attention kernels are compiled without their bodies.
     needed = "{}{}{}".format(*capability, "a" if capability[0] >= 9 else "")
     if needed not in build["archs"].split():
         return (
-            f"it has code for sm {build['archs']} and this GPU is sm_{needed.rstrip('a')}; {_REBUILD} with "
-            f"DSV4_CUDA_ARCHS={needed}"
+            f"it has code for sm {build['archs']} and this GPU is "
+            f"sm_{needed.rstrip('a')}; {_REBUILD} with "
+            f"MLA_CUDA_ARCHS={needed}"
         )
     return None
 
 
 def _visible() -> list[tuple[int, int]]:
     """Compute capabilities of the GPUs that this process sees."""
-    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return [
+        torch.cuda.get_device_capability(index)
+        for index in range(torch.cuda.device_count())
+    ]
 
 
 def _registered() -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel("dsv4_kernels::full_cache_bf16_insert", "CUDA")
+    return has_kernel("mla_kernels::full_cache_bf16_insert", "CUDA")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,7 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """The `reference` provider: sparse MLA in float32 torch, written from the definition.
 
-It is the truth that every other provider is compared with, so it is plain rather than fast: one softmax over
-the gathered rows of each token, nothing split, nothing approximated.
+It is the truth that every other provider is compared with, so it is plain rather than
+fast: one softmax over the gathered rows of each token, nothing split, nothing
+approximated.
 """
 
 import torch
@@ -9,12 +12,14 @@ import torch
 from .attention import VALUE_DIM, KeyPool, SparseAttention
 from .interface import SparseMLACall
 
-# Rows gathered at once are tokens x columns x 576 x 4 bytes; this bounds them to about 1 GiB.
+# Rows gathered at once are tokens x columns x 576 x 4 bytes; this bounds them to about
+# 1 GiB.
 _GATHERED_FLOATS = 1 << 28
 
 
 def sparse_mla_reference(call: SparseMLACall) -> None:
-    """Write `call.out` for every token; see `sparse_mla` for the arguments and the formula."""
+    """Write `call.out` for every token; see `sparse_mla` for the arguments and the
+    formula."""
     attend_reference(call.attention)
 
 
@@ -34,13 +39,19 @@ def _attend(call: SparseAttention, tokens: slice) -> None:
     active = torch.cat([_active(pool, tokens) for pool in call.pools], 1)
     if call.visible is not None:
         active &= call.visible[tokens, None] > 0
-    keys = torch.cat([_keys(pool, tokens, call.query.shape[-1]) for pool in call.pools], 1)
+    keys = torch.cat(
+        [_keys(pool, tokens, call.query.shape[-1]) for pool in call.pools], 1
+    )
     # A row that is not a key may hold anything, NaN included, and 0 * NaN is NaN.
     keys = keys.masked_fill(~active[..., None], 0.0)
 
     scores = torch.einsum("thd,tkd->thk", call.query[tokens].float(), keys) * call.scale
     scores = scores.masked_fill(~active[:, None, :], float("-inf"))
-    largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], float("-inf"))
+    largest = (
+        scores.amax(-1)
+        if scores.shape[-1]
+        else scores.new_full(scores.shape[:2], float("-inf"))
+    )
     shift = largest.masked_fill(largest == float("-inf"), 0.0)
     weights = torch.exp(scores - shift[..., None])
     total = weights.sum(-1)
@@ -62,7 +73,9 @@ def _active(pool: KeyPool, tokens: slice) -> torch.Tensor:
     indices = pool.indices[tokens]
     active = (indices >= 0) & (indices < pool.cache.shape[0] * pool.cache.shape[1])
     if pool.lengths is not None:
-        column = torch.arange(pool.base, pool.base + indices.shape[1], device=indices.device)
+        column = torch.arange(
+            pool.base, pool.base + indices.shape[1], device=indices.device
+        )
         active &= column < pool.token_lengths()[tokens, None]
     return active
 

@@ -1,9 +1,12 @@
-"""Compression of a window of tokens into one full-width row of the BF16 or E4M3 KV cache.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""Compression of a window of tokens into one full-width row of the BF16 or E4M3 KV
+cache.
 
-The last step of DeepSeek V4's compressor, for the 512-wide attention cache (the indexer's cache has
-another row). Earlier kernels have stored each token's partial state, `[kv | score]` in fp32 with
-the learned position bias added to the scores. Every `compress_ratio` tokens, a window of states
-becomes one cache row.
+The last step of DeepSeek V4's compressor, for the 512-wide attention cache (the
+indexer's cache has another row). Earlier kernels have stored each token's partial
+state, `[kv | score]` in fp32 with the learned position bias added to the scores. Every
+`compress_ratio` tokens, a window of states becomes one cache row.
 """
 
 import torch
@@ -23,9 +26,9 @@ from .insert import (
 
 _OVERLAPPING_RATIO = 4
 _RATIOS = (_OVERLAPPING_RATIO, 128)
-# Four warps cover the 512 channels with 16 bytes a lane. So each lane holds all rows of its
-# channels, and the softmax needs neither shuffles nor barriers. 16 rows are 64 KB in flight, which
-# is what hides the latency when few windows end in a batch.
+# Four warps cover the 512 channels with 16 bytes a lane. So each lane holds all rows of
+# its channels, and the softmax needs neither shuffles nor barriers. 16 rows are 64 KB
+# in flight, which is what hides the latency when few windows end in a batch.
 _NUM_WARPS = 4
 _MAX_ROWS_PER_STEP = 16
 
@@ -65,25 +68,33 @@ def _compress_kernel(
     slot = tl.load(slot_mapping + token)
     kv_slot = tl.load(kv_slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
-    if (slot < 0) | (kv_slot < 0) | (kv_slot >= kv_rows) | ((position + 1) % RATIO != 0):
+    if (
+        (slot < 0)
+        | (kv_slot < 0)
+        | (kv_slot >= kv_rows)
+        | ((position + 1) % RATIO != 0)
+    ):
         return
 
-    blocks = block_table + tl.load(token_to_req_indices + token).to(tl.int64) * block_table_stride
+    blocks = (
+        block_table
+        + tl.load(token_to_req_indices + token).to(tl.int64) * block_table_stride
+    )
     channel = tl.arange(0, HEAD_DIM)
-    # An online softmax a channel. The maximum starts finite: a step with no finite score then has
-    # weights of 0, and not of exp(inf - inf).
+    # An online softmax a channel. The maximum starts finite: a step with no finite
+    # score then has weights of 0, and not of exp(inf - inf).
     top = tl.full((HEAD_DIM,), -3.4028234663852886e38, tl.float32)
     denominator = tl.zeros((HEAD_DIM,), tl.float32)
     weighted = tl.zeros((HEAD_DIM,), tl.float32)
     for first in range(0, window, ROWS):
         row = first + tl.arange(0, ROWS)
         source_position = position - window + 1 + row
-        # The first overlapping window starts before the sequence. No block behind it may be looked
-        # up.
+        # The first overlapping window starts before the sequence. No block behind it
+        # may be looked up.
         exists = source_position >= 0
-        block = tl.load(blocks + source_position // STATE_BLOCK_SIZE, mask=exists, other=0).to(
-            tl.int64
-        )
+        block = tl.load(
+            blocks + source_position // STATE_BLOCK_SIZE, mask=exists, other=0
+        ).to(tl.int64)
         exists &= (block >= 0) & (block < state_blocks)
         state = (
             state_cache
@@ -91,8 +102,8 @@ def _compress_kernel(
             + source_position % STATE_BLOCK_SIZE * state_row_stride
         )
         if OVERLAP:
-            # The older half of the window reads the first channels of a state, the newer half the
-            # second ones.
+            # The older half of the window reads the first channels of a state, the
+            # newer half the second ones.
             state += (row >= RATIO) * HEAD_DIM
         state = state[:, None] + channel[None, :]
         score = tl.load(state + state_width, mask=exists[:, None], other=float("-inf"))
@@ -111,13 +122,17 @@ def _compress_kernel(
 
     window_start = position - RATIO + 1
     cos_sin_row = cos_sin_cache + window_start.to(tl.int64) * cos_sin_stride
-    rotated = tl.reshape(rotate_tail(normed[None, :], cos_sin_row, 1, HEAD_DIM), (HEAD_DIM,))
+    rotated = tl.reshape(
+        rotate_tail(normed[None, :], cos_sin_row, 1, HEAD_DIM), (HEAD_DIM,)
+    )
     if fp8_scale is None:
         result = rotated.to(tl.bfloat16)
     else:
         result = to_e4m3(tl.div_rn(rotated, tl.load(fp8_scale)))
     target = (
-        kv_cache + kv_slot // kv_block_size * kv_block_stride + kv_slot % kv_block_size * HEAD_DIM
+        kv_cache
+        + kv_slot // kv_block_size * kv_block_stride
+        + kv_slot % kv_block_size * HEAD_DIM
     )
     tl.store(target + channel, result)
 
@@ -136,66 +151,85 @@ def compress_norm_rope_store(
     compress_ratio: int,
     fp8_scale: torch.Tensor | None = None,
 ) -> None:
-    """Compress the windows that end in this batch, and store one 512-wide cache row for each.
+    """Compress the windows that end in this batch, and store one 512-wide cache row for
+    each.
 
-    A token ends a window if (position + 1) % compress_ratio == 0, its slot is not negative and its
-    KV slot is one of `kv_cache`; all other tokens write nothing. The window is the last `compress_ratio`
-    tokens, or for ratio 4 the last 8, of which the older 4 give the first 512 channels of their
-    state and the newer 4 the second 512. Tokens before position 0 do not take part. In fp32 (FMA
-    contraction allowed):
+    A token ends a window if (position + 1) % compress_ratio == 0, its slot is not
+    negative and its KV slot is one of `kv_cache`; all other tokens write nothing. The
+    window is the last `compress_ratio` tokens, or for ratio 4 the last 8, of which the
+    older 4 give the first 512 channels of their state and the newer 4 the second 512.
+    Tokens before position 0 do not take part. In fp32 (FMA contraction allowed):
 
         x = sum over the window of softmax(score) * kv, for each channel
         y = x * (1 / sqrt(mean(x^2) + eps)) * weight
         y[448:] = interleaved RoPE of y[448:] at position + 1 - compress_ratio
 
-    followed by one rounding to BF16, or by a division by `fp8_scale`, saturation at +-448 and one
-    rounding to E4M3. Formula: vLLM 0.22.1, `models/deepseek_v4/common/ops`, the compressor's kernel
-    for 512-wide rows; that one stores another row format.
+    followed by one rounding to BF16, or by a division by `fp8_scale`, saturation at
+    +-448 and one rounding to E4M3. Formula: vLLM 0.22.1,
+    `models/deepseek_v4/common/ops`, the compressor's kernel for 512-wide rows; that one
+    stores another row format.
 
     Args:
-        state_cache: [state blocks, rows, 2 * width] fp32, width 1024 for ratio 4 and 512 for ratio
-            128: `width` values, then `width` scores. Blocks and rows may lie any distance apart.
+        state_cache: [state blocks, rows, 2 * width] fp32, width 1024 for ratio 4 and
+            512 for ratio 128: `width` values, then `width` scores. Blocks and rows may
+            lie any distance apart.
         token_to_req_indices: [tokens] int32 or int64, the token's row of `block_table`.
         positions: [tokens] int32 or int64, in the sequence.
-        slot_mapping: [tokens] int32 or int64, the token's slot in `state_cache`; only its sign is
-            read.
-        block_table: [requests, blocks] int32, the state blocks of a request. Only entries of blocks
-            that hold a token of a window are read; others may be stale. Tokens of a block outside
-            `state_cache` do not take part.
+        slot_mapping: [tokens] int32 or int64, the token's slot in `state_cache`; only
+            its sign is read.
+        block_table: [requests, blocks] int32, the state blocks of a request. Only
+            entries of blocks that hold a token of a window are read; others may be
+            stale. Tokens of a block outside `state_cache` do not take part.
         cos_sin_cache: [max_position, 64] fp32 or bf16, 32 cosines, then 32 sines.
-        kv_cache: [blocks, rows, 512] bf16, or with `fp8_scale` float8_e4m3fn or uint8; a singleton
-            head dimension is allowed. Blocks may lie any distance apart.
-        kv_slot_mapping: [tokens] int32 or int64, in rows of `kv_cache`: block * rows + row.
+        kv_cache: [blocks, rows, 512] bf16, or with `fp8_scale` float8_e4m3fn or uint8;
+            a singleton head dimension is allowed. Blocks may lie any distance apart.
+        kv_slot_mapping: [tokens] int32 or int64, in rows of `kv_cache`: block * rows +
+            row.
         rms_norm_weight: [512] bf16 or fp32.
         rms_norm_eps: added to the mean of squares.
         compress_ratio: 4 or 128.
-        fp8_scale: one fp32, what a stored E4M3 value is multiplied with to give the row back.
+        fp8_scale: one fp32, what a stored E4M3 value is multiplied with to give the row
+            back.
 
-        The four vectors over tokens may have padding of different lengths; tokens beyond the
-        shortest of them write nothing.
+        The four vectors over tokens may have padding of different lengths; tokens
+        beyond the shortest of them write nothing.
 
     Raises:
         ValueError: an argument does not match the above.
     """
     if compress_ratio not in _RATIOS:
-        raise ValueError(f"compress_ratio must be one of {_RATIOS}, got {compress_ratio}.")
+        raise ValueError(
+            f"compress_ratio must be one of {_RATIOS}, got {compress_ratio}."
+        )
     overlap = compress_ratio == _OVERLAPPING_RATIO
     head_dim = HEAD_DIM.value
     state_dim = 2 * head_dim * (1 + overlap)
-    if state_cache.dim() != 3 or state_cache.shape[2] != state_dim or state_cache.stride(2) != 1:
+    if (
+        state_cache.dim() != 3
+        or state_cache.shape[2] != state_dim
+        or state_cache.stride(2) != 1
+    ):
         raise ValueError(
-            f"state_cache must be [blocks, rows, {state_dim}], got {list(state_cache.shape)}."
+            f"state_cache must be [blocks, rows, {state_dim}], got "
+            f"{list(state_cache.shape)}."
         )
     if state_cache.dtype != torch.float32:
         raise ValueError(f"state_cache must be fp32, got {state_cache.dtype}.")
-    if block_table.dim() != 2 or block_table.stride(1) != 1 or block_table.dtype != torch.int32:
-        raise ValueError(f"block_table must be [requests, blocks] int32, got {block_table.dtype}.")
+    if (
+        block_table.dim() != 2
+        or block_table.stride(1) != 1
+        or block_table.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"block_table must be [requests, blocks] int32, got {block_table.dtype}."
+        )
     if rms_norm_weight.shape != (head_dim,) or rms_norm_weight.dtype not in (
         torch.bfloat16,
         torch.float32,
     ):
         raise ValueError(
-            f"rms_norm_weight must be [512] bf16 or fp32, got {list(rms_norm_weight.shape)} "
+            "rms_norm_weight must be [512] bf16 or fp32, got "
+            f"{list(rms_norm_weight.shape)} "
             f"{rms_norm_weight.dtype}."
         )
     vectors = {

@@ -1,11 +1,14 @@
-"""FlashMLA's two sparse calls, argument for argument, over the rows that vLLM's caches already hold.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""FlashMLA's two sparse calls, argument for argument, over the rows that vLLM's caches
+already hold.
 
-Both take what FlashMLA's functions of their names take (vLLM's build, which has `out`), and more: 1 to 128 heads,
-not padded; any number of columns; no tokens; any index outside the cache. What else FlashMLA refuses is refused.
-Dense MLA is not served.
+Both take what FlashMLA's functions of their names take (vLLM's build, which has `out`),
+and more: 1 to 128 heads, not padded; any number of columns; no tokens; any index
+outside the cache. What else FlashMLA refuses is refused. Dense MLA is not served.
 
-lse and max_logits are as in FlashMLA's `tests/ref.py`: natural logarithms, without the sink; a token without a key
-has an lse of +inf, max_logits of -inf and an output of 0.
+lse and max_logits are as in FlashMLA's `tests/ref.py`: natural logarithms, without the
+sink; a token without a key has an lse of +inf, max_logits of -inf and an output of 0.
 """
 
 import functools
@@ -44,12 +47,14 @@ def flash_mla_with_kvcache(
     *,
     provider: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse attention over the 584-byte rows of V4, or the 656-byte rows of V3.2 and GLM-5 (row_formats.py).
+    """Sparse attention over the 584-byte rows of V4, or the 656-byte rows of V3.2 and
+    GLM-5 (row_formats.py).
 
     Args:
-        q: BF16 `[batch, q_len, heads, d]`, last dimension contiguous; d is 512 for V4's rows, 576 for V3.2's.
-        k_cache: `[blocks, block_size, 1, 584 or 656]` uint8, int8 or float8_e4m3fn; a block in one piece,
-            blocks in any distance.
+        q: BF16 `[batch, q_len, heads, d]`, last dimension contiguous; d is 512 for V4's
+            rows, 576 for V3.2's.
+        k_cache: `[blocks, block_size, 1, 584 or 656]` uint8, int8 or float8_e4m3fn; a
+            block in one piece, blocks in any distance.
         block_table, cache_seqlens: without effect in sparse attention.
         head_dim_v: 512.
         tile_scheduler_metadata: FlashMLA's plan; not needed, and left as it is.
@@ -57,31 +62,42 @@ def flash_mla_with_kvcache(
         softmax_scale: multiplies q k; None is `d ** -0.5`.
         causal: False.
         is_fp8_kvcache: True.
-        indices: int32 `[batch, q_len, topk]`, block * block_size + row, last dimension contiguous. An entry
-            outside the cache (-1, or any other) is a missing row.
+        indices: int32 `[batch, q_len, topk]`, block * block_size + row, last dimension
+            contiguous. An entry outside the cache (-1, or any other) is a missing row.
         attn_sink: float32 `[heads]`: out times `exp(lse) / (exp(lse) + exp(sink))`.
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of the same rows, whose keys
-            join those of the first; its block size and columns may differ.
-        topk_length: int32 `[batch]`: the leftmost columns that count. None is all of them.
-        out: BF16 `[batch, q_len, heads, 512]`, last dimension contiguous; allocated when None.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of
+            the same rows, whose keys join those of the first; its block size and
+            columns may differ.
+        topk_length: int32 `[batch]`: the leftmost columns that count. None is all of
+            them.
+        out: BF16 `[batch, q_len, heads, 512]`, last dimension contiguous; allocated
+            when None.
         provider: "reference", "triton" or "sm90"; None picks.
 
     Returns:
         `out`, and lse, float32 `[batch, heads, q_len]`.
 
     Raises:
-        NotImplementedError: without `indices`, which is dense MLA: call FlashMLA's function.
+        NotImplementedError: without `indices`, which is dense MLA: call FlashMLA's
+            function.
         ValueError: an argument does not fit; the message names it and says what fits.
     """
     if indices is None:
         raise NotImplementedError(
-            "flash_mla_with_kvcache: dense MLA (indices is None) is not served here; call FlashMLA's own function."
+            "flash_mla_with_kvcache: dense MLA (indices is None) is not served here; "
+            "call FlashMLA's own function."
         )
     tensors = {
-        "q": q, "k_cache": k_cache, "indices": indices, "attn_sink": attn_sink, "extra_k_cache": extra_k_cache,
-        "extra_indices_in_kvcache": extra_indices_in_kvcache, "topk_length": topk_length,
-        "extra_topk_length": extra_topk_length, "out": out,
-    }  # fmt: skip
+        "q": q,
+        "k_cache": k_cache,
+        "indices": indices,
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+        "out": out,
+    }
     flags = (head_dim_v, num_splits, causal, is_fp8_kvcache)
     signature = ("flash_mla_with_kvcache", flags, *map(_shape, tensors.values()))
     if signature not in _valid:
@@ -93,7 +109,9 @@ def flash_mla_with_kvcache(
     lse = torch.empty(batch, q_len, heads, dtype=torch.float32, device=q.device)
     rows = V4 if head_dim == 512 else V32
 
-    def pool(cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> KeyPool:
+    def pool(
+        cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None
+    ) -> KeyPool:
         return KeyPool(cache.squeeze(2), rows, indices.flatten(0, 1), length)
 
     pools = (pool(k_cache, indices, topk_length),)
@@ -131,13 +149,15 @@ def flash_mla_sparse_fwd(
     Args:
         q: BF16 `[tokens, heads, d]`, d 512 or 576, last dimension contiguous.
         kv: BF16 `[rows, 1, d]`, last dimension contiguous.
-        indices: int32 `[tokens, 1, topk]`, rows of `kv`, last dimension contiguous. An entry outside `kv` (-1, or
-            any other) is a missing row.
+        indices: int32 `[tokens, 1, topk]`, rows of `kv`, last dimension contiguous. An
+            entry outside `kv` (-1, or any other) is a missing row.
         sm_scale: multiplies q k.
         d_v: 512.
         attn_sink: float32 `[heads]`: out times `exp(lse) / (exp(lse) + exp(sink))`.
-        topk_length: int32 `[tokens]`: the leftmost columns that count. None is all of them.
-        out: BF16 `[tokens, heads, 512]`, last dimension contiguous; allocated when None.
+        topk_length: int32 `[tokens]`: the leftmost columns that count. None is all of
+            them.
+        out: BF16 `[tokens, heads, 512]`, last dimension contiguous; allocated when
+            None.
         provider: "reference", "triton" or "sm90"; None picks.
 
     Returns:
@@ -147,8 +167,13 @@ def flash_mla_sparse_fwd(
         ValueError: an argument does not fit; the message names it and says what fits.
     """
     tensors = {
-        "q": q, "kv": kv, "indices": indices, "attn_sink": attn_sink, "topk_length": topk_length, "out": out,
-    }  # fmt: skip
+        "q": q,
+        "kv": kv,
+        "indices": indices,
+        "attn_sink": attn_sink,
+        "topk_length": topk_length,
+        "out": out,
+    }
     signature = ("flash_mla_sparse_fwd", d_v, *map(_shape, tensors.values()))
     if signature not in _valid:
         _validate_prefill(tensors, d_v)
@@ -156,7 +181,10 @@ def flash_mla_sparse_fwd(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, VALUE_DIM)
-    max_logits, lse = (torch.empty(tokens, heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    max_logits, lse = (
+        torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+        for _ in range(2)
+    )
     _attend(
         SparseAttention(
             query=q,
@@ -183,7 +211,10 @@ def pick_provider(device: torch.device) -> str:
 def _attend(call: SparseAttention, out: torch.Tensor, provider: str | None) -> None:
     name = provider or pick_provider(call.query.device)
     if name not in PROVIDERS:
-        raise ValueError(f"FlashMLA's calls have no provider {name!r}; they have {', '.join(PROVIDERS)}.")
+        raise ValueError(
+            f"FlashMLA's calls have no provider {name!r}; they have "
+            f"{', '.join(PROVIDERS)}."
+        )
     if call.query.shape[0]:
         with torch.cuda.device_of(call.query):  # Triton launches on the current one
             _load_provider(name)(call)
@@ -204,11 +235,16 @@ def _load_provider(name: str) -> Callable[[SparseAttention], None]:
 
 
 def _shape(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT)
+    return (
+        None
+        if x is None
+        else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % _ALIGNMENT)
+    )
 
 
 class _Arguments:
-    """The tensors of a call, and what is asked of them; `ValueError` where it is not so."""
+    """The tensors of a call, and what is asked of them; `ValueError` where it is not
+    so."""
 
     def __init__(self, function: str, tensors: dict[str, torch.Tensor | None]):
         self.function, self.tensors = function, tensors
@@ -217,7 +253,9 @@ class _Arguments:
         if not condition:
             raise ValueError(f"{self.function}: {sentence}")
 
-    def tensor(self, name: str, dtype: torch.dtype, *shape: int, contiguous: bool = False) -> None:
+    def tensor(
+        self, name: str, dtype: torch.dtype, *shape: int, contiguous: bool = False
+    ) -> None:
         """The tensor `name`, if there is one."""
         x = self.tensors[name]
         if x is None:
@@ -234,9 +272,19 @@ class _Arguments:
 
     def query(self, dims: int) -> tuple[int, ...]:
         q = self.tensors["q"]
-        form = "[batch, q_len, heads, 512 or 576]" if dims == 4 else "[tokens, heads, 512 or 576]"
-        self.require(q.dim() == dims and q.shape[-1] in (512, 576), f"q must be {form}, got {list(q.shape)}.")
-        self.require(1 <= q.shape[-2] <= MAX_HEADS, f"1 to {MAX_HEADS} heads are served, q has {q.shape[-2]}.")
+        form = (
+            "[batch, q_len, heads, 512 or 576]"
+            if dims == 4
+            else "[tokens, heads, 512 or 576]"
+        )
+        self.require(
+            q.dim() == dims and q.shape[-1] in (512, 576),
+            f"q must be {form}, got {list(q.shape)}.",
+        )
+        self.require(
+            1 <= q.shape[-2] <= MAX_HEADS,
+            f"1 to {MAX_HEADS} heads are served, q has {q.shape[-2]}.",
+        )
         self.tensor("q", torch.bfloat16, *q.shape)
         return q.shape
 
@@ -244,14 +292,16 @@ class _Arguments:
         x, width = self.tensors[name], rows.widths[head_dim]
         self.require(
             x.dim() == 4 and x.shape[2:] == (1, width) and x.dtype in rows.dtypes,
-            f"{name} must be [blocks, block_size, 1, {width}] of bytes (uint8, int8 or float8_e4m3fn) with a q of "
+            f"{name} must be [blocks, block_size, 1, {width}] of bytes (uint8, int8 "
+            "or float8_e4m3fn) with a q of "
             f"{head_dim} dimensions, got {x.dtype} {list(x.shape)}.",
         )
         whole = x.stride(3) == 1 and (x.stride(1) == width or x.shape[1] == 1)
         aligned = x.stride(0) % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
         self.require(
             whole and aligned,
-            f"a block of {name} must be in one piece and start at a multiple of {_ALIGNMENT} bytes, strides are "
+            f"a block of {name} must be in one piece and start at a multiple of "
+            f"{_ALIGNMENT} bytes, strides are "
             f"{x.stride()}.",
         )
 
@@ -260,7 +310,9 @@ class _Arguments:
         for name, x in self.tensors.items():
             if x is not None:
                 self.require(
-                    x.device == device, f"every tensor must be on q's device {device}, {name} is on {x.device}."
+                    x.device == device,
+                    f"every tensor must be on q's device {device}, {name} is on "
+                    f"{x.device}.",
                 )
 
 
@@ -270,9 +322,13 @@ def _validate_decode(
     check = _Arguments("flash_mla_with_kvcache", tensors)
     check.require(head_dim_v == VALUE_DIM, f"head_dim_v must be 512, got {head_dim_v}.")
     check.require(num_splits is None, "num_splits must be None.")
-    check.require(not causal, "causal must be False with indices, which say what a token sees.")
     check.require(
-        is_fp8_kvcache, "is_fp8_kvcache must be True with indices; flash_mla_sparse_fwd takes BF16 rows."
+        not causal, "causal must be False with indices, which say what a token sees."
+    )
+    check.require(
+        is_fp8_kvcache,
+        "is_fp8_kvcache must be True with indices; flash_mla_sparse_fwd takes BF16 "
+        "rows.",
     )
     batch, q_len, heads, head_dim = check.query(dims=4)
     rows = V4 if head_dim == 512 else V32
@@ -282,9 +338,15 @@ def _validate_decode(
     extra = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     if tensors[extra[0]] is None:
         for name in extra[1:]:
-            check.require(tensors[name] is None, f"{name} is of an extra_k_cache, and there is none.")
+            check.require(
+                tensors[name] is None,
+                f"{name} is of an extra_k_cache, and there is none.",
+            )
     else:
-        check.require(tensors[extra[1]] is not None, "extra_k_cache needs extra_indices_in_kvcache.")
+        check.require(
+            tensors[extra[1]] is not None,
+            "extra_k_cache needs extra_indices_in_kvcache.",
+        )
         pools.append(extra)
     for cache, indices, length in pools:
         check.cache(cache, rows, head_dim)

@@ -1,18 +1,26 @@
-"""The `triton` provider: portable sparse MLA over rows of any format, split over keys when the batch is small.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""The `triton` provider: portable sparse MLA over rows of any format, split over keys
+when the batch is small.
 
-One program serves one token, a block of heads and one share of the token's keys. Rows are gathered once and
-used as K and as V. Products are exact up to the rounding of the softmax weights:
+One program serves one token, a block of heads and one share of the token's keys. Rows
+are gathered once and used as K and as V. Products are exact up to the rounding of the
+softmax weights:
 
-- E4M3 rows become fp16 (exact), q is scaled into fp16 by a power of two a head, weights round to fp16;
-- BF16 rows stay BF16, and so does q; weights are split into two BF16 terms, since one would cost more
+- E4M3 rows become fp16 (exact), q is scaled into fp16 by a power of two a head, weights
+round to fp16;
+- BF16 rows stay BF16, and so does q; weights are split into two BF16 terms, since one
+would cost more
   accuracy (2^-9) than the output's own rounding;
-- V4's rows become BF16: an E4M3 value times a power of two is exact there. Their last 64 dimensions, BF16 in the
+- V4's rows become BF16: an E4M3 value times a power of two is exact there. Their last
+64 dimensions, BF16 in the
   row, are a product of their own;
-- V32's E4M3 values become BF16 (exact), and their float32 scales stay outside: those of K multiply the products of
+- V32's E4M3 values become BF16 (exact), and their float32 scales stay outside: those of
+K multiply the products of
   128 dimensions, those of V the weights, before these are split into two terms.
 
-The number of splits is a function of the shapes alone and partial results are merged in a fixed order, so
-equal inputs give equal bits.
+The number of splits is a function of the shapes alone and partial results are merged in
+a fixed order, so equal inputs give equal bits.
 """
 
 import functools
@@ -29,12 +37,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def sparse_mla_triton(call: SparseMLACall) -> None:
-    """Write `call.out` for every token; see `sparse_mla` for the arguments and the formula."""
+    """Write `call.out` for every token; see `sparse_mla` for the arguments and the
+    formula."""
     attend_triton(call.attention)
 
 
 def attend_triton(call: SparseAttention) -> None:
-    """Write `call.out`, and `call.max_logits` and `call.lse` where they are asked for."""
+    """Write `call.out`, and `call.max_logits` and `call.lse` where they are asked
+    for."""
     tokens, heads, head_dim = call.query.shape
     device = call.query.device
     row_format = call.pools[0].format.name
@@ -43,8 +53,12 @@ def attend_triton(call: SparseAttention) -> None:
     columns = sum(pool.indices.shape[1] for pool in call.pools)
     splits = _num_splits(tokens * head_blocks, triton.cdiv(columns, block_n), device)
     if splits > 1:
-        partial_out = torch.empty(tokens, splits, heads, VALUE_DIM, dtype=torch.float32, device=device)
-        partial_max_sum = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=device)
+        partial_out = torch.empty(
+            tokens, splits, heads, VALUE_DIM, dtype=torch.float32, device=device
+        )
+        partial_max_sum = torch.empty(
+            tokens, splits, heads, 2, dtype=torch.float32, device=device
+        )
     else:
         partial_out = partial_max_sum = call.out
     _attend_kernel[(tokens, head_blocks, splits)](
@@ -69,7 +83,9 @@ def attend_triton(call: SparseAttention) -> None:
         FORMAT=row_format,
         HEAD_DIM=head_dim,
         BASES=tuple(pool.base for pool in call.pools),
-        SCALE_TENSORS=tuple(isinstance(scale, torch.Tensor) for scale in (call.scale, call.out_scale)),
+        SCALE_TENSORS=tuple(
+            isinstance(scale, torch.Tensor) for scale in (call.scale, call.out_scale)
+        ),
         HARDWARE_E4M3=_converts_e4m3(device),
         WHOLE=splits == 1,
         BLOCK_H=block_h,
@@ -103,23 +119,32 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _pool_arguments(pool) -> tuple:
     blocks, block_size, _ = pool.cache.shape
     return (
-        _bytes(pool.cache), pool.cache.stride(0), pool.cache.stride(1), max(block_size, 1), blocks * block_size,
-        pool.indices, pool.indices.stride(0), pool.indices.shape[1], pool.token_lengths(),
-    )  # fmt: skip
+        _bytes(pool.cache),
+        pool.cache.stride(0),
+        pool.cache.stride(1),
+        max(block_size, 1),
+        blocks * block_size,
+        pool.indices,
+        pool.indices.stride(0),
+        pool.indices.shape[1],
+        pool.token_lengths(),
+    )
 
 
 def _tile(heads: int, row_format: str, head_dim: int) -> tuple[int, int, int]:
     """Heads and keys of one program, and its warps.
 
-    For full-width rows the fastest of 36 tiles at 512 tokens on an H200. Others spill registers with 4 warps. All
-    need less than the 99 KiB of shared memory that the smallest of GPUs from compute capability 8.0 on has.
+    For full-width rows the fastest of 36 tiles at 512 tokens on an H200. Others spill
+    registers with 4 warps. All need less than the 99 KiB of shared memory that the
+    smallest of GPUs from compute capability 8.0 on has.
     """
     block_h, block_n = (16, 64) if heads <= 16 else (32, 32)
     return block_h, block_n, 4 if head_dim == VALUE_DIM and row_format != "v4" else 8
 
 
 def _num_splits(programs: int, key_blocks: int, device: torch.device) -> int:
-    """Shares of the keys: enough programs for every multiprocessor, at least one key block each."""
+    """Shares of the keys: enough programs for every multiprocessor, at least one key
+    block each."""
     return max(1, min(_multiprocessors(device) // programs, key_blocks, 16))
 
 
@@ -135,7 +160,8 @@ def _converts_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-# Splits and columns change from step to step; none may select a new kernel while requests wait.
+# Splits and columns change from step to step; none may select a new kernel while
+# requests wait.
 @triton.jit(do_not_specialize=["splits", "columns0", "columns1", "rows0", "rows1"])
 def _attend_kernel(
     q_ptr,
@@ -188,17 +214,22 @@ def _attend_kernel(
 
     length0 = columns0
     if lengths0_ptr is not None:
-        length0 = tl.maximum(tl.minimum(tl.load(lengths0_ptr + token) - BASES[0], columns0), 0)
+        length0 = tl.maximum(
+            tl.minimum(tl.load(lengths0_ptr + token) - BASES[0], columns0), 0
+        )
     length1 = 0
     if len(BASES) == 2:
         length1 = columns1
         if lengths1_ptr is not None:
-            length1 = tl.maximum(tl.minimum(tl.load(lengths1_ptr + token) - BASES[1], columns1), 0)
+            length1 = tl.maximum(
+                tl.minimum(tl.load(lengths1_ptr + token) - BASES[1], columns1), 0
+            )
     if visible_ptr is not None:
         visible = tl.load(visible_ptr + token) > 0
         length0 = tl.where(visible, length0, 0)
         length1 = tl.where(visible, length1, 0)
-    # Each split takes a contiguous run of the token's key blocks, those of the first pool first.
+    # Each split takes a contiguous run of the token's key blocks, those of the first
+    # pool first.
     blocks0 = tl.cdiv(length0, BLOCK_N)
     blocks = blocks0 + tl.cdiv(length1, BLOCK_N)
     begin = split * blocks // splits
@@ -216,7 +247,9 @@ def _attend_kernel(
     total = tl.zeros((BLOCK_H,), tl.float32)
     q_rope = None
     if HEAD_DIM == 576 or FORMAT == "v4":
-        q_rope = tl.load(q_ptr + HEAD_DIM - 64 + tl.arange(0, 64), mask=head_mask, other=0.0)
+        q_rope = tl.load(
+            q_ptr + HEAD_DIM - 64 + tl.arange(0, 64), mask=head_mask, other=0.0
+        )
 
     if FORMAT == "v32":
         quarter = tl.arange(0, 128)
@@ -232,15 +265,19 @@ def _attend_kernel(
         dim = tl.arange(0, _D)
         if FORMAT == "v4":
             q = tl.load(q_ptr + dim, mask=head_mask & (dim < 448), other=0.0)
-            acc = (tl.zeros((BLOCK_H, _D), tl.float32), tl.zeros((BLOCK_H, 64), tl.float32))
+            acc = (
+                tl.zeros((BLOCK_H, _D), tl.float32),
+                tl.zeros((BLOCK_H, 64), tl.float32),
+            )
         else:
             q = tl.load(q_ptr + dim, mask=head_mask, other=0.0)
             acc = (tl.zeros((BLOCK_H, _D), tl.float32),)
         if FORMAT == "e4m3":
             if q.dtype == tl.uint8:
                 q = _from_e4m3(q, HARDWARE_E4M3)
-            # q / 2^e fits fp16 whatever q is; the power of two goes back in with the scale. From 2^-126 to 2^126,
-            # so that its inverse is a normal number too: q is at most 4 then.
+            # q / 2^e fits fp16 whatever q is; the power of two goes back in with the
+            # scale. From 2^-126 to 2^126, so that its inverse is a normal number too: q
+            # is at most 4 then.
             q = q.to(tl.float32)
             exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000
             exponent = tl.minimum(tl.maximum(exponent, 0x00800000), 0x7E800000)
@@ -250,20 +287,60 @@ def _attend_kernel(
     score_scale = score_scale * scale * _LOG2E
 
     acc, largest, total = _attend_pool(
-        acc, largest, total, q, q_rope, score_scale, cache0_ptr, block_stride0, row_stride0, block_size0, rows0,
-        indices0_ptr, begin0, end0, length0, FORMAT, HARDWARE_E4M3, BLOCK_N,
-    )  # fmt: skip
+        acc,
+        largest,
+        total,
+        q,
+        q_rope,
+        score_scale,
+        cache0_ptr,
+        block_stride0,
+        row_stride0,
+        block_size0,
+        rows0,
+        indices0_ptr,
+        begin0,
+        end0,
+        length0,
+        FORMAT,
+        HARDWARE_E4M3,
+        BLOCK_N,
+    )
     if len(BASES) == 2:
         acc, largest, total = _attend_pool(
-            acc, largest, total, q, q_rope, score_scale, cache1_ptr, block_stride1, row_stride1, block_size1,
-            rows1, indices1_ptr, begin1, end1, length1, FORMAT, HARDWARE_E4M3, BLOCK_N,
-        )  # fmt: skip
+            acc,
+            largest,
+            total,
+            q,
+            q_rope,
+            score_scale,
+            cache1_ptr,
+            block_stride1,
+            row_stride1,
+            block_size1,
+            rows1,
+            indices1_ptr,
+            begin1,
+            end1,
+            length1,
+            FORMAT,
+            HARDWARE_E4M3,
+            BLOCK_N,
+        )
 
     if WHOLE:
         if SCALE_TENSORS[1]:
             out_scale = tl.load(out_scale)
         factor = _finish(
-            largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head, token * heads + head, head < heads
+            largest,
+            total,
+            out_scale,
+            sinks_ptr,
+            max_logits_ptr,
+            lse_ptr,
+            head,
+            token * heads + head,
+            head < heads,
         )
         out_ptr += token * out_token_stride + head[:, None] * out_head_stride
     else:
@@ -274,9 +351,17 @@ def _attend_kernel(
         out_ptr = partial_out_ptr + part[:, None] * _D
     if FORMAT == "v32":
         for i in tl.static_range(4):
-            _store(out_ptr + i * 128 + tl.arange(0, 128), acc[i] * factor[:, None], head_mask)
+            _store(
+                out_ptr + i * 128 + tl.arange(0, 128),
+                acc[i] * factor[:, None],
+                head_mask,
+            )
     elif FORMAT == "v4":
-        _store(out_ptr + tl.arange(0, _D), acc[0] * factor[:, None], head_mask & (tl.arange(0, _D) < 448))
+        _store(
+            out_ptr + tl.arange(0, _D),
+            acc[0] * factor[:, None],
+            head_mask & (tl.arange(0, _D) < 448),
+        )
         _store(out_ptr + 448 + tl.arange(0, 64), acc[1] * factor[:, None], head_mask)
     else:
         _store(out_ptr + tl.arange(0, _D), acc[0] * factor[:, None], head_mask)
@@ -303,7 +388,8 @@ def _attend_pool(
     HARDWARE_E4M3: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Online softmax over key blocks `begin` to `end` of one pool; scores are in units of log 2."""
+    """Online softmax over key blocks `begin` to `end` of one pool; scores are in units
+    of log 2."""
     for step in range(begin, end):
         column = step * BLOCK_N + tl.arange(0, BLOCK_N)
         index = tl.load(indices_ptr + column, mask=column < length, other=-1)
@@ -333,15 +419,24 @@ def _attend_pool(
             for i in tl.static_range(4):
                 scores += tl.dot(q[i], tl.trans(rows[i])) * scales[i][None, :]
         elif FORMAT == "v4":
-            rows = _load_v4(block_ptr + row * 576, block_ptr + block_size * 576 + row * 8, active, HARDWARE_E4M3)
+            rows = _load_v4(
+                block_ptr + row * 576,
+                block_ptr + block_size * 576 + row * 8,
+                active,
+                HARDWARE_E4M3,
+            )
             rope = _load_bf16(block_ptr + row * 576 + 448, active)
             scores = tl.dot(q, tl.trans(rows)) + tl.dot(q_rope, tl.trans(rope))
         elif FORMAT == "e4m3":
-            rows = _load_e4m3(block_ptr + row * row_stride, 0, _D, active, HARDWARE_E4M3)
+            rows = _load_e4m3(
+                block_ptr + row * row_stride, 0, _D, active, HARDWARE_E4M3
+            )
             scores = tl.dot(q, tl.trans(rows))
         else:
             row_ptr = block_ptr + row * row_stride
-            rows = tl.load(row_ptr[:, None] + tl.arange(0, _D), mask=active[:, None], other=0.0)
+            rows = tl.load(
+                row_ptr[:, None] + tl.arange(0, _D), mask=active[:, None], other=0.0
+            )
             scores = tl.dot(q, tl.trans(rows))
             if q_rope is not None:
                 scores += tl.dot(q_rope, tl.trans(_load_bf16(row_ptr + _D, active)))
@@ -356,10 +451,18 @@ def _attend_pool(
         largest = new_largest
         if FORMAT == "v32":
             acc = (
-                _add_values(acc[0] * correction[:, None], weights * scales[0][None, :], rows[0]),
-                _add_values(acc[1] * correction[:, None], weights * scales[1][None, :], rows[1]),
-                _add_values(acc[2] * correction[:, None], weights * scales[2][None, :], rows[2]),
-                _add_values(acc[3] * correction[:, None], weights * scales[3][None, :], rows[3]),
+                _add_values(
+                    acc[0] * correction[:, None], weights * scales[0][None, :], rows[0]
+                ),
+                _add_values(
+                    acc[1] * correction[:, None], weights * scales[1][None, :], rows[1]
+                ),
+                _add_values(
+                    acc[2] * correction[:, None], weights * scales[2][None, :], rows[2]
+                ),
+                _add_values(
+                    acc[3] * correction[:, None], weights * scales[3][None, :], rows[3]
+                ),
             )
         elif FORMAT == "v4":
             acc = (
@@ -389,7 +492,8 @@ def _from_e4m3(raw, HARDWARE: tl.constexpr):
     if HARDWARE:
         return raw.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # The same bits as fp16 are the value times 2^-8, subnormals too; all ones are NaN.
+        # The same bits as fp16 are the value times 2^-8, subnormals too; all ones are
+        # NaN.
         bits = raw.to(tl.int16)
         magnitude = (bits & 0x7F) << 7
         magnitude = tl.where(magnitude == 0x3F80, 0x7E00, magnitude).to(tl.int16)
@@ -397,8 +501,12 @@ def _from_e4m3(raw, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _load_e4m3(row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, active, HARDWARE: tl.constexpr):
-    raw = tl.load(row_ptr[:, None] + FIRST + tl.arange(0, WIDTH), mask=active[:, None], other=0)
+def _load_e4m3(
+    row_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, active, HARDWARE: tl.constexpr
+):
+    raw = tl.load(
+        row_ptr[:, None] + FIRST + tl.arange(0, WIDTH), mask=active[:, None], other=0
+    )
     return _from_e4m3(raw, HARDWARE)
 
 
@@ -411,19 +519,27 @@ def _load_bf16(byte_ptr, active):
 
 @triton.jit
 def _load_v4(value_ptr, scale_ptr, active, HARDWARE: tl.constexpr):
-    """The 448 E4M3 values of V4's rows times their scales as BF16 [rows, 512], 0 from dimension 448 on."""
+    """The 448 E4M3 values of V4's rows times their scales as BF16 [rows, 512], 0 from
+    dimension 448 on."""
     group = tl.arange(0, 8)
     raw = tl.load(
-        value_ptr[:, None, None] + group[None, :, None] * 64 + tl.arange(0, 64)[None, None, :],
+        value_ptr[:, None, None]
+        + group[None, :, None] * 64
+        + tl.arange(0, 64)[None, None, :],
         mask=active[:, None, None] & (group < 7)[None, :, None],
         other=0,
     )
     exponent = tl.load(
-        scale_ptr[:, None] + group[None, :], mask=active[:, None] & (group < 7)[None, :], other=127
+        scale_ptr[:, None] + group[None, :],
+        mask=active[:, None] & (group < 7)[None, :],
+        other=127,
     ).to(tl.int32)
     # UE8M0: 2^(exponent - 127), of which 2^-127 is not a normal float32; 255 is NaN.
     bits = exponent << 23 | ((exponent == 0) | (exponent == 255)).to(tl.int32) << 22
-    rows = _from_e4m3(raw, HARDWARE).to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, :, None]
+    rows = (
+        _from_e4m3(raw, HARDWARE).to(tl.float32)
+        * bits.to(tl.float32, bitcast=True)[:, :, None]
+    )
     return tl.reshape(rows.to(tl.bfloat16), (raw.shape[0], _D))
 
 
@@ -433,8 +549,11 @@ def _store(ptr, values, mask):
 
 
 @triton.jit
-def _finish(largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head, at, mask):
-    """Store max_logits and lse of heads whose maximum (in units of log 2) and sum are known.
+def _finish(
+    largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head, at, mask
+):
+    """Store max_logits and lse of heads whose maximum (in units of log 2) and sum are
+    known.
 
     Returns what the sum of weighted values is multiplied with.
     """
@@ -442,7 +561,9 @@ def _finish(largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head,
     if max_logits_ptr is not None:
         tl.store(max_logits_ptr + at, largest / _LOG2E, mask=mask)
     if lse_ptr is not None:
-        tl.store(lse_ptr + at, tl.where(total == 0, float("inf"), lse / _LOG2E), mask=mask)
+        tl.store(
+            lse_ptr + at, tl.where(total == 0, float("inf"), lse / _LOG2E), mask=mask
+        )
     factor = out_scale / tl.where(total == 0, 1.0, total)
     if sinks_ptr is not None:
         # The sink joins the denominator and has no value.
@@ -485,6 +606,8 @@ def _merge_kernel(
         total += weight * tl.load(partial_max_sum_ptr + part * 2 + 1)
         acc += weight * tl.load(partial_out_ptr + part * _D + dim)
     at = token * heads + head
-    factor = _finish(largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head, at, True)
+    factor = _finish(
+        largest, total, out_scale, sinks_ptr, max_logits_ptr, lse_ptr, head, at, True
+    )
     out_ptr += token * out_token_stride + head * out_head_stride
     tl.store(out_ptr + dim, (acc * factor).to(tl.bfloat16))

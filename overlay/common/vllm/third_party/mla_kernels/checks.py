@@ -1,4 +1,7 @@
-"""What the kernels compute, by definition in float64, and checks of each against it on small inputs.
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""What the kernels compute, by definition in float64, and checks of each against it on
+small inputs.
 
 `kernel_checks` runs anywhere: on the GPU, or on the CPU through Triton's interpreter.
 """
@@ -12,7 +15,8 @@ from . import compress_norm_rope_store, sparse_mla
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 EPS, SCALE, KV_SCALE = 1e-6, 512**-0.5, 0.0625
-# Relative error of a whole result. Rounding it to BF16 costs 1.66e-3, and softmax weights may round too.
+# Relative error of a whole result. Rounding it to BF16 costs 1.66e-3, and softmax
+# weights may round too.
 TOLERANCE = 2e-3
 
 
@@ -25,14 +29,17 @@ def expect(condition: bool, otherwise: str) -> None:
         raise Failed(otherwise)
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+def relative_error(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float
+) -> float:
     error = float((found.cpu().double() - expected).norm() / expected.norm())
     expect(error <= tolerance, f"relative error {error:.1e}, more than {tolerance:.0e}")
     return error
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Interleaved RoPE on the last 64 columns of `x` [tokens, ..., 512] by `cos_sin` [tokens, 64], float64."""
+    """Interleaved RoPE on the last 64 columns of `x` [tokens, ..., 512] by `cos_sin`
+    [tokens, 64], float64."""
     cos, sin = cos_sin.double().view(len(x), *[1] * (x.dim() - 2), 64).chunk(2, -1)
     even, odd = x[..., 448::2], x[..., 449::2]
     tail = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
@@ -50,12 +57,17 @@ def stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (rows / KV_SCALE).clamp(-448, 448).float().to(E4M3).double() * KV_SCALE
 
 
-def compressed_rows(states: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Tensor, ratio: int) -> torch.Tensor:
-    """What a compressor makes of the states [tokens, value or score, width] of a sequence, before it is stored."""
+def compressed_rows(
+    states: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Tensor, ratio: int
+) -> torch.Tensor:
+    """What a compressor makes of the states [tokens, value or score, width] of a
+    sequence, before it is stored."""
     out = []
     for start in range(0, len(states) - ratio + 1, ratio):
         window = states[start : start + ratio].double()
-        if ratio == 4:  # the four tokens before give the first 512 channels, these the second
+        if (
+            ratio == 4
+        ):  # the four tokens before give the first 512 channels, these the second
             before = states[max(0, start - 4) : start].double()
             window = torch.cat((before[..., :512], window[..., 512:]))
         out.append((window[:, 0] * window[:, 1].softmax(0)).sum(0))
@@ -64,7 +76,8 @@ def compressed_rows(states: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Ten
 
 
 class Sequence:
-    """One request of `length` tokens in paged caches whose blocks lie in any order; NaN where nothing is."""
+    """One request of `length` tokens in paged caches whose blocks lie in any order; NaN
+    where nothing is."""
 
     def __init__(self, length: int, heads: int, ratio: int, dtype: torch.dtype):
         gen = torch.Generator().manual_seed(ratio)
@@ -82,15 +95,25 @@ class Sequence:
             width = 1024 if ratio == 4 else 512
             self.states = torch.randn(length, 2, width, generator=gen)
             block = 4 if ratio == 4 else 8
-            self.state_cache, self.state_table = self.pages(block, block, 2 * width, torch.float32)
+            self.state_cache, self.state_table = self.pages(
+                block, block, 2 * width, torch.float32
+            )
             position = torch.arange(length)
             blocks = self.state_table.cpu()[0].long()[position // block]
-            self.state_cache[blocks.to(DEVICE), (position % block).to(DEVICE)] = self.states.flatten(1).to(DEVICE)
+            self.state_cache[blocks.to(DEVICE), (position % block).to(DEVICE)] = (
+                self.states.flatten(1).to(DEVICE)
+            )
             self.norm = torch.rand(512, generator=gen) + 0.5
 
-    def pages(self, tokens: int, rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def pages(
+        self, tokens: int, rows: int, width: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = -(-self.length // tokens)
-        table = torch.randperm(blocks + 2, generator=self.gen)[None, :blocks].int().to(DEVICE)
+        table = (
+            torch.randperm(blocks + 2, generator=self.gen)[None, :blocks]
+            .int()
+            .to(DEVICE)
+        )
         cache = torch.full((blocks + 2, rows, width), float("nan")).to(dtype).to(DEVICE)
         return (cache.view(torch.uint8) if dtype == E4M3 else cache), table
 
@@ -105,7 +128,8 @@ class Sequence:
 def sequence_attention(
     seq: Sequence, picked: torch.Tensor | None, first: int, q_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attention of the tokens from `first` on over the last 128 tokens and compressed rows, in float64."""
+    """Attention of the tokens from `first` on over the last 128 tokens and compressed
+    rows, in float64."""
     query = rotate(normed(seq.q.double()), seq.cos_sin).to(q_dtype).double()
     window = stored(rotate(seq.kv.double(), seq.cos_sin), seq.dtype)
     rows = stored(seq.compressed(), seq.dtype) if seq.ratio > 1 else None
@@ -135,15 +159,20 @@ def check_insert(op: str, dtype: torch.dtype) -> str:
         q_out = torch.empty(q.shape, dtype=E4M3, device=DEVICE)
         before.append(q_out)
         scales.append(torch.tensor([q_scale], device=DEVICE))
-    run = getattr(torch.ops.dsv4_kernels, op)
+    run = getattr(torch.ops.mla_kernels, op)
     positions = torch.arange(seq.length, device=DEVICE)
     scales = scales if dtype == E4M3 else []
     run(*before, seq.window, slots, positions, seq.cos_sin.to(DEVICE), *scales, EPS, 64)
 
     query = rotate(normed(seq.q.double()), seq.cos_sin)
-    # Rounding to E4M3 costs 2^-4 at most, 2.7% in the mean; to BF16 a sixteenth of that.
-    q_error = relative_error(q_out.float() / q_scale, query, 3e-2 if q_out.dtype == E4M3 else TOLERANCE)
-    cache = seq.window.view(dtype).flatten(0, 1).cpu().double() * (KV_SCALE if dtype == E4M3 else 1)
+    # Rounding to E4M3 costs 2^-4 at most, 2.7% in the mean; to BF16 a sixteenth of
+    # that.
+    q_error = relative_error(
+        q_out.float() / q_scale, query, 3e-2 if q_out.dtype == E4M3 else TOLERANCE
+    )
+    cache = seq.window.view(dtype).flatten(0, 1).cpu().double() * (
+        KV_SCALE if dtype == E4M3 else 1
+    )
     written = torch.zeros(len(cache), dtype=torch.bool)
     written[slots[slots >= 0].cpu()] = True
     right = not cache[written].isnan().any() and bool(cache[~written].isnan().all())
@@ -170,20 +199,42 @@ def check_compressor(ratio: int, dtype: torch.dtype) -> str:
         None if dtype == BF16 else torch.tensor([KV_SCALE], device=DEVICE),
     )
     slots = seq.slots(seq.rows_table, 256 // ratio, ratio)[ratio - 1 :: ratio][:3].cpu()
-    rows = seq.rows.view(dtype).flatten(0, 1).cpu().double() * (KV_SCALE if dtype == E4M3 else 1)
-    return f"3 rows, error {relative_error(rows[slots], stored(seq.compressed(), dtype), TOLERANCE):.1e}"
+    rows = seq.rows.view(dtype).flatten(0, 1).cpu().double() * (
+        KV_SCALE if dtype == E4M3 else 1
+    )
+    error = relative_error(rows[slots], stored(seq.compressed(), dtype), TOLERANCE)
+    return f"3 rows, error {error:.1e}"
 
 
-def check_sparse_mla(provider: str, heads: int, q_dtype: torch.dtype, dtype: torch.dtype) -> str:
+def check_sparse_mla(
+    provider: str, heads: int, q_dtype: torch.dtype, dtype: torch.dtype
+) -> str:
     gen = torch.Generator().manual_seed(heads)
     tokens, width = 2, 128 + 64
     query = torch.randn(tokens, 1, heads, 512, generator=gen).to(q_dtype).to(DEVICE)
-    pools = [torch.randn(6, 1, page, 512, generator=gen).to(dtype).to(DEVICE) for page in (64, 32)]
-    indices = torch.randint(0, 192, (tokens, width), generator=gen, dtype=torch.int32).to(DEVICE)
+    pools = [
+        torch.randn(6, 1, page, 512, generator=gen).to(dtype).to(DEVICE)
+        for page in (64, 32)
+    ]
+    indices = torch.randint(
+        0, 192, (tokens, width), generator=gen, dtype=torch.int32
+    ).to(DEVICE)
     lens = torch.tensor([width, 128 + 7], dtype=torch.int32, device=DEVICE)
     seen = torch.tensor([1000, 60], dtype=torch.int32, device=DEVICE)
     sinks = torch.randn(heads, generator=gen).to(DEVICE)
-    arguments = (query, pools[0], None, indices, pools[1], lens, seen, None, SCALE, 1.0, sinks)
+    arguments = (
+        query,
+        pools[0],
+        None,
+        indices,
+        pools[1],
+        lens,
+        seen,
+        None,
+        SCALE,
+        1.0,
+        sinks,
+    )
     expected = sparse_mla(*arguments, provider="reference").cpu().double()
     found = sparse_mla(*arguments, provider=provider)
     # Both results are rounded to BF16.
@@ -191,17 +242,31 @@ def check_sparse_mla(provider: str, heads: int, q_dtype: torch.dtype, dtype: tor
 
 
 def kernel_checks(providers: list[str]) -> list[tuple[str, Callable[..., str], tuple]]:
-    """(label, function, arguments) of each check; the function returns what it measured, or raises `Failed`."""
+    """(label, function, arguments) of each check; the function returns what it
+    measured, or raises `Failed`."""
     checks: list[tuple[str, Callable[..., str], tuple]] = []
-    for op in ("full_cache_bf16_insert", "full_cache_fp8_insert_bf16_q", "full_cache_fp8_insert"):
+    for op in (
+        "full_cache_bf16_insert",
+        "full_cache_fp8_insert_bf16_q",
+        "full_cache_fp8_insert",
+    ):
         checks.append((op, check_insert, (op, BF16 if "bf16_insert" in op else E4M3)))
     for name, dtype in (("BF16", BF16), ("FP8", E4M3)):
-        checks += [(f"compressor, ratio {r}, {name}", check_compressor, (r, dtype)) for r in (4, 128)]
-    formats = (("BF16", BF16, BF16), ("FP8 cache", BF16, E4M3), ("FP8 cache and q", E4M3, E4M3))
+        checks += [
+            (f"compressor, ratio {r}, {name}", check_compressor, (r, dtype))
+            for r in (4, 128)
+        ]
+    formats = (
+        ("BF16", BF16, BF16),
+        ("FP8 cache", BF16, E4M3),
+        ("FP8 cache and q", E4M3, E4M3),
+    )
     for provider in providers:
         for heads in (8, 64, 128):
             # FlashInfer takes query and rows of one dtype.
-            for kind, q, dtype in (f for f in formats if provider != "flashinfer" or f[1] == f[2]):
+            for kind, q, dtype in (
+                f for f in formats if provider != "flashinfer" or f[1] == f[2]
+            ):
                 label = f"{provider}, {heads} heads, {kind}"
                 checks.append((label, check_sparse_mla, (provider, heads, q, dtype)))
     return checks

@@ -1,4 +1,7 @@
-"""The index table of `sparse_mla` for a mixed batch (decodes first), built on the GPU from vLLM's metadata."""
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""The index table of `sparse_mla` for a mixed batch (decodes first), built on the GPU
+from vLLM's metadata."""
 
 from dataclasses import dataclass
 
@@ -14,12 +17,14 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class SparseIndexTable:
-    """What `sparse_mla` takes for queries of one token each (`[tokens, 1, heads, 512]`).
+    """What `sparse_mla` takes for queries of one token each (`[tokens, 1, heads,
+    512]`).
 
-    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of the compressed pool; -1
+    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of
+    the compressed pool; -1
              behind the keys of a token, 0 throughout for padding
-    lens     [tokens] int32, 128 + compressed keys: `sparse_topk_lens`
-    visible  [tokens] int32, cached tokens up to and including this one, 0 for padding: `seq_lens`
+    lens     [tokens] int32, 128 + compressed keys: `sparse_topk_lens` visible  [tokens]
+    int32, cached tokens up to and including this one, 0 for padding: `seq_lens`
     """
 
     indices: torch.Tensor
@@ -28,7 +33,8 @@ class SparseIndexTable:
 
 
 def table_width(compressed_rows: int) -> int:
-    """Columns for up to `compressed_rows` compressed keys; a multiple of 16, so that rows stay aligned."""
+    """Columns for up to `compressed_rows` compressed keys; a multiple of 16, so that
+    rows stay aligned."""
     return SWA_COLUMNS + triton.cdiv(compressed_rows, 16) * 16
 
 
@@ -48,39 +54,57 @@ def build_sparse_index_table(
 ) -> SparseIndexTable:
     """Rows of the window and of the compressed cache that each token attends to.
 
-    A token at position p sees the window `[max(0, p - 127), p]`, oldest first, and of the `(p + 1) //
-    compress_ratio` compressed rows so far either those that the indexer picked (`topk_indices`) or all.
-    Lengths follow from positions alone: rows of the inputs that belong to padding may be stale.
+    A token at position p sees the window `[max(0, p - 127), p]`, oldest first, and of
+    the `(p + 1) // compress_ratio` compressed rows so far either those that the indexer
+    picked (`topk_indices`) or all. Lengths follow from positions alone: rows of the
+    inputs that belong to padding may be stale.
 
     Args:
         token_to_request: int32 `[>= num_tokens]`, the request of each token.
         is_valid_token: bool `[>= num_tokens]`, False for CUDA-graph padding.
-        query_start_loc: int32 `[requests + 1]`; seq_lens: int32 `[requests]`, query tokens included.
-        swa_block_table: int32 `[requests, blocks]`; a block holds `swa_block_size` rows.
+        query_start_loc: int32 `[requests + 1]`; seq_lens: int32 `[requests]`, query
+            tokens included.
+        swa_block_table: int32 `[requests, blocks]`; a block holds `swa_block_size`
+            rows.
         num_tokens: tokens to build for.
         compress_ratio: 1 (window only), 4 or 128.
-        compressed_block_table: int32 `[requests, blocks]`; a block holds `compressed_block_size` rows.
-        compressed_width: the most compressed keys a token can have; sets the table's width.
-        topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows counted within the
-            request, valid ones first; None takes every compressed row in order. What is not a row so far, be it
-            negative or too large, becomes -1.
+        compressed_block_table: int32 `[requests, blocks]`; a block holds
+            `compressed_block_size` rows.
+        compressed_width: the most compressed keys a token can have; sets the table's
+            width.
+        topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows
+            counted within the request, valid ones first; None takes every compressed
+            row in order. What is not a row so far, be it negative or too large, becomes
+            -1.
 
     Raises:
-        ValueError: elements of a vector, or of a row of a table, do not lie together; `topk_indices` or the
-            compressed table are narrower than `compressed_width` asks for. One sentence.
+        ValueError: elements of a vector, or of a row of a table, do not lie together;
+            `topk_indices` or the compressed table are narrower than `compressed_width`
+            asks for. One sentence.
     """
     for name, tensor in (
-        ("token_to_request", token_to_request), ("is_valid_token", is_valid_token),
-        ("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("swa_block_table", swa_block_table),
-        ("compressed_block_table", compressed_block_table), ("topk_indices", topk_indices),
-    ):  # fmt: skip
+        ("token_to_request", token_to_request),
+        ("is_valid_token", is_valid_token),
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
+        ("swa_block_table", swa_block_table),
+        ("compressed_block_table", compressed_block_table),
+        ("topk_indices", topk_indices),
+    ):
         if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, not stride {tensor.stride(-1)}.")
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, not stride "
+                f"{tensor.stride(-1)}."
+            )
     if compressed_width and compressed_block_table is None:
-        raise ValueError(f"compressed_width is {compressed_width}, and there is no compressed_block_table.")
+        raise ValueError(
+            f"compressed_width is {compressed_width}, and there is no "
+            "compressed_block_table."
+        )
     if topk_indices is not None and topk_indices.shape[1] < compressed_width:
         raise ValueError(
-            f"topk_indices has {topk_indices.shape[1]} columns, and compressed_width is {compressed_width}."
+            f"topk_indices has {topk_indices.shape[1]} columns, and compressed_width "
+            f"is {compressed_width}."
         )
     width = table_width(compressed_width)
     device = seq_lens.device
@@ -115,9 +139,15 @@ def build_sparse_index_table(
     return SparseIndexTable(indices, lens, visible)
 
 
-# Widths follow the longest sequence of the step; none may select a new kernel while requests wait.
+# Widths follow the longest sequence of the step; none may select a new kernel while
+# requests wait.
 @triton.jit(
-    do_not_specialize=["width", "compressed_width", "swa_block_table_stride", "compressed_block_table_stride"]
+    do_not_specialize=[
+        "width",
+        "compressed_width",
+        "swa_block_table_stride",
+        "compressed_block_table_stride",
+    ]
 )
 def _build_kernel(
     indices_ptr,
@@ -144,7 +174,11 @@ def _build_kernel(
     part = tl.program_id(1)
     if tl.load(is_valid_ptr + token) == 0:
         column = part * BLOCK + tl.arange(0, BLOCK)
-        tl.store(indices_ptr + token * width + column, tl.zeros([BLOCK], tl.int32), mask=column < width)
+        tl.store(
+            indices_ptr + token * width + column,
+            tl.zeros([BLOCK], tl.int32),
+            mask=column < width,
+        )
         if part == 0:
             tl.store(lens_ptr + token, _SWA_COLUMNS)
             tl.store(visible_ptr + token, 0)
@@ -160,11 +194,16 @@ def _build_kernel(
         active = offset < visible
         position = first + offset
         block = tl.load(
-            swa_block_table_ptr + request * swa_block_table_stride + position // swa_block_size,
+            swa_block_table_ptr
+            + request * swa_block_table_stride
+            + position // swa_block_size,
             mask=active,
             other=0,
         )
-        tl.store(row_ptr + offset, tl.where(active, block * swa_block_size + position % swa_block_size, -1))
+        tl.store(
+            row_ptr + offset,
+            tl.where(active, block * swa_block_size + position % swa_block_size, -1),
+        )
         compressed_len = 0
         if compressed_block_table_ptr is not None:
             compressed_len = tl.minimum(visible // COMPRESS_RATIO, compressed_width)
@@ -176,10 +215,14 @@ def _build_kernel(
         active = offset < tl.minimum(so_far, compressed_width)
         local = offset
         if topk_ptr is not None:
-            local = tl.load(topk_ptr + token * topk_stride + offset, mask=active, other=-1)
+            local = tl.load(
+                topk_ptr + token * topk_stride + offset, mask=active, other=-1
+            )
             active &= (local >= 0) & (local < so_far)
         block = tl.load(
-            compressed_block_table_ptr + request * compressed_block_table_stride + local // compressed_block_size,
+            compressed_block_table_ptr
+            + request * compressed_block_table_stride
+            + local // compressed_block_size,
             mask=active,
             other=0,
         )
