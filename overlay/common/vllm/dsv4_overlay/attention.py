@@ -3,7 +3,6 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index
 table, attention."""
 
-import functools
 import weakref
 from typing import Any
 
@@ -67,13 +66,6 @@ def init_layer(layer: torch.nn.Module) -> None:
     LAYERS.add(layer)
 
 
-@functools.cache
-def on_device(value: float, device: torch.device) -> torch.Tensor:
-    """One float32 element, as the kernels that write take scales; made before graphs
-    are captured, by warm-up."""
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 def _provider(tensor: torch.Tensor) -> str:
     return provider() or pick_provider(tensor.device)[0]
 
@@ -107,7 +99,6 @@ def insert(
             q, kv, cache, *rest, eps, swa_metadata.block_size
         )
         return q
-    kv_scale = on_device(layer.kv_scale, q.device)
     if query_dtype(cache) == torch.float8_e4m3fn:
         q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
         torch.ops.mla_kernels.full_cache_fp8_insert(
@@ -116,14 +107,14 @@ def insert(
             q_fp8,
             cache,
             *rest,
-            kv_scale,
-            on_device(1 / layer.q_scale, q.device),
+            layer.kv_scale,
+            1 / layer.q_scale,
             eps,
             swa_metadata.block_size,
         )
         return q_fp8
     torch.ops.mla_kernels.full_cache_fp8_insert_bf16_q(
-        q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size
+        q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
     )
     return q
 
@@ -152,9 +143,7 @@ def compress(
         compressor.norm.weight,
         compressor.rms_norm_eps,
         layer.compress_ratio,
-        None
-        if layer.kv_cache.dtype == torch.bfloat16
-        else on_device(layer.kv_scale, positions.device),
+        None if layer.kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
     )
     return True
 

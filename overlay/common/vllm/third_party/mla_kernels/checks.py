@@ -153,12 +153,12 @@ def check_insert(op: str, dtype: torch.dtype) -> str:
     slots[5] = -1  # padding: no row is stored
     q = seq.q.clone().to(DEVICE)
     q_out, q_scale = q, 1.0
-    before, scales = [q, seq.kv.to(DEVICE)], [torch.tensor([KV_SCALE], device=DEVICE)]
+    before, scales = [q, seq.kv.to(DEVICE)], [KV_SCALE]
     if op == "full_cache_fp8_insert":
         q_scale = 4.0
         q_out = torch.empty(q.shape, dtype=E4M3, device=DEVICE)
         before.append(q_out)
-        scales.append(torch.tensor([q_scale], device=DEVICE))
+        scales.append(q_scale)
     run = getattr(torch.ops.mla_kernels, op)
     positions = torch.arange(seq.length, device=DEVICE)
     scales = scales if dtype == E4M3 else []
@@ -196,7 +196,7 @@ def check_compressor(ratio: int, dtype: torch.dtype) -> str:
         seq.norm.to(DEVICE),
         EPS,
         ratio,
-        None if dtype == BF16 else torch.tensor([KV_SCALE], device=DEVICE),
+        None if dtype == BF16 else KV_SCALE,
     )
     slots = seq.slots(seq.rows_table, 256 // ratio, ratio)[ratio - 1 :: ratio][:3].cpu()
     rows = seq.rows.view(dtype).flatten(0, 1).cpu().double() * (
