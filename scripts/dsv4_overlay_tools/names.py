@@ -134,6 +134,19 @@ def _class(path: str, name: str, files: Files) -> tuple[str, ast.ClassDef] | Non
     return None
 
 
+def _gone(path: str, node: ast.ClassDef, files: Files) -> Iterator[str]:
+    """What the class at `path` derives from by an import that finds nothing."""
+    bound = _bound(_parse(files[path]).body)
+    for base in node.bases:
+        name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+        source = bound.get(name)
+        if isinstance(source, ast.ImportFrom) and _absolute(source, path).partition(".")[0] == "vllm":
+            alias = next(alias for alias in source.names if name in (alias.asname, alias.name))
+            module = module_path(_absolute(source, path), files)
+            if not (module and defines(module, alias.name, files)):
+                yield alias.name
+
+
 def _line_of_descent(path: str, node: ast.ClassDef, files: Files) -> Iterator[tuple[str, ast.ClassDef]]:
     """The class and, as far as they are in `files`, all that it derives from, each with its file."""
     yield path, node
@@ -185,6 +198,10 @@ def missing_overrides(path: str, files: Files, ours: Files) -> tuple[int, list[N
             theirs = [cls for place, cls in line if place not in ours]
             has = {name for cls in theirs for name in _bound(cls.body)}
             names = {name for cls in own for name in _bound(cls.body) if not name.startswith("__")} - added
+            if gone := list(_gone(path, node, both)) if marks else []:
+                count += len(names)
+                missing += [Need(node.lineno, f"{node.name} derives from {name}, which is gone") for name in gone]
+                continue
             if not theirs:
                 replaced(node, sorted(names))
                 continue

@@ -247,6 +247,18 @@ def test_what_the_overlay_overrides(ask, renamed, said):
     assert said is None or f"- {said}\n" in out
 
 
+def test_a_base_class_that_is_gone(ask):
+    """The names that its class replaces say nothing then, be they in some other class of vLLM."""
+    source = "from vllm.dsv4.marks import overriding\nfrom vllm.sub import Layer\n"
+    source += "@overriding()\nclass Ours(Layer):\n    def called(self): ...\n"
+    overlay = {"main.py": source, "marks.py": "def overriding(*a): ...\n"}
+    write(ask.repo / "overlay", {f"common/vllm/dsv4/{name}": text.encode() for name, text in overlay.items()})
+    files = {"vllm/sub/__init__.py": b"", "vllm/sub/others.py": LAYERS.encode()}
+    status, out = ask(PRISTINE | files)
+    assert status == 1 and "- Ours derives from Layer, which is gone\n" in out
+    assert "what it overrides in vLLM" not in out
+
+
 def test_what_is_relied_on_and_not_patched(ask):
     path = "vllm/sub/relied.py"
     status, out = ask(PRISTINE | {path: b"def renamed(): ...\n"})
