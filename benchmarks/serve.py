@@ -292,7 +292,7 @@ def bench(args: argparse.Namespace, server: Running, count: int, output: int, *o
         "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99",
         "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name, *options,
     ]  # fmt: skip
-    client = CLIENTS.Process(target=vllm_bench_serve, args=(command,))
+    client = CLIENTS.Process(target=vllm_bench_serve, args=(command,), daemon=True)  # ends with this process
     client.start()
     client.join()
     server.check()

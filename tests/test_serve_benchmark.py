@@ -56,7 +56,7 @@ if arguments[0] == "serve":
     server.serve_forever()
 """
 CLIENT = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 def add_cli_args(parser):
     pass
 def compile(name):
@@ -69,6 +69,9 @@ def main(arguments):
         calls.write(json.dumps(["bench", *arguments]) + "\\n")
     if os.environ.get("FAIL") == value("--num-prompts"):
         sys.exit(1)
+    if os.environ.get("FAIL") == "never":
+        pathlib.Path("pid").write_text(str(os.getpid()))
+        time.sleep(60)
     if value("--num-prompts") == "2":
         compile("late_kernel")
     keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
@@ -296,6 +299,15 @@ def test_a_stopped_start_leaves_no_server(serve, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[1] == "error: terminated; the same command goes on.\n"
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def test_a_stopped_measurement_leaves_no_client(serve, tmp_path):
+    process = serve.start(FAIL="never")
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1] == "error: terminated; the same command goes on.\n"
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
 def test_another_server_is_not_measured(serve, tmp_path):
