@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Serving benchmark: FlashMLA against FLASHINFER_MLA_SPARSE_DSV4 in BF16 and FP8, through `vllm bench serve`.
 
+FlashMLA is the stock backend by stock kernels, DropIn the same backend and cache by ours where they serve.
+
     benchmarks/serve.sh --model DIR --tensor-parallel-size 4 --work /tmp/serve --out results.json
     benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, no download: dummy weights,
                                                        with seeded ones for what index scores come from
@@ -67,15 +69,19 @@ REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
 sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
+from e2e import DROP_IN, STOCK_KERNELS, machine  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
 
 VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
+STOCK = ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"]
 RUNS = {
-    "FlashMLA": ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"],
+    "FlashMLA": STOCK,
+    "DropIn": STOCK,
     "BF16": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"],
     "FP8": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"],
 }
+ENVIRONMENT = {"FlashMLA": STOCK_KERNELS, "DropIn": DROP_IN}
 # Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
 ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
@@ -178,6 +184,7 @@ class Server(Running):
             self.command += [*size, "--gpu-memory-utilization", str(MEMORY_FREE)]
         paths = (BENCHMARKS, os.environ.get("PYTHONPATH"))
         self.env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        self.env |= ENVIRONMENT.get(name, {})
         if args.profile:
             self.command += ["--profiler-config", json.dumps({
                 "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
@@ -503,8 +510,6 @@ def main() -> None:
     if args.dummy:
         write_dummy(args.dummy, args.share_of)
         args.model = str(args.dummy)
-    from e2e import machine
-
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8

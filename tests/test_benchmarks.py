@@ -104,6 +104,7 @@ def test_throughput_of_several_starts(tmp_path):
     """Runs in turns; medians, and the least and most that two starts leave open."""
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    assert [throughput.ENVIRONMENT[run]["VLLM_DSV4_DROP_IN"] for run in ("flashmla", "drop_in")] == ["0", "1"]
     args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla"])
     assert args.runs == ["flashmla", "fp8", "flashmla-2", "fp8-2"]
     job = throughput.make_job(args, "fp8-2", None)

@@ -20,7 +20,7 @@ import http.server, json, os, pathlib, socket, sys, threading, time
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps(arguments) + "\\n")
+    calls.write(json.dumps([*arguments, "drop-in", os.environ.get("VLLM_DSV4_DROP_IN")]) + "\\n")
 def compile(name):
     file = pathlib.Path.home() / ".triton/cache" / str(os.getpid()) / (name + ".cubin")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +128,10 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     assert done.returncode == 0, done.stderr
     servers = [call for call in calls if call[0] == "serve"]
     dtypes = [call[call.index("--kv-cache-dtype") + 1] for call in servers]
-    assert dtypes == ["fp8_ds_mla", "bfloat16", "fp8_per_tensor"]
+    assert dtypes == ["fp8_ds_mla", "fp8_ds_mla", "bfloat16", "fp8_per_tensor"]
+    assert [call[-1] for call in servers] == ["0", "1", None, None]
     measured = [call[call.index("--num-prompts") + 1] for call in calls if call[0] == "bench"]
-    assert measured == ["4", "2", "4", "2", "4"]  # the first one of FlashMLA was there already
+    assert measured == ["4", "2", "4", "2", "4", "2", "4"]  # the first one of FlashMLA was there already
     # Before each, the same prompts; of 8192 tokens each, so that few tokens out are enough.
     at = 0
     for call in calls:
@@ -141,7 +142,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
             assert calls[place - count : place] == [["warm-up", 8192, 16 + 2 * count]] * count and at == count + 1
             at = 0
     result = json.loads((tmp_path / "serve.json").read_text())
-    assert list(result["runs"]) == ["FlashMLA", "BF16", "FP8"]
+    assert list(result["runs"]) == ["FlashMLA", "DropIn", "BF16", "FP8"]
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
