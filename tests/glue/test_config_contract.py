@@ -416,3 +416,11 @@ def test_a_vllm_without_the_record_still_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "vllm", SimpleNamespace(__file__=str(tmp_path / "__init__.py")))
     assert "without its record" in config.provenance()
     assert verify(make("fp8", None)) == make("fp8", None)
+
+
+def test_the_kernels_keep_the_name_that_they_had():
+    import vllm.third_party.dsv4_kernels as old
+    import vllm.third_party.mla_kernels as new
+
+    assert old.sparse_mla is new.sparse_mla and old.PROVIDERS is new.PROVIDERS
+    assert torch.ops.dsv4_kernels.full_cache_bf16_insert is torch.ops.mla_kernels.full_cache_bf16_insert
