@@ -98,8 +98,8 @@ def headline() -> str:
     few = span(drop_in("decode"), ".1f")
     return (
         f"**On H200, decode attention (which writes answers) is {times} times as fast as with FlashMLA over the\n"
-        f"full-width cache in FP8, and {few} times with the drop-in's kernels for 8 or 16 heads on each GPU. A server\n"
-        f"on four H200 (full-width cache in FP8, {weights} weights) writes {more}% more tokens a second.**\n"
+        f"full-width cache in FP8, and {few} times with the drop-in's kernels for 8 or 16 heads on each GPU. A\n"
+        f"server on four H200 (full-width cache, FP8, {weights} weights) writes {more}% more tokens a second.**\n"
     )
 
 
