@@ -33,9 +33,9 @@ class FlashMLA(types.ModuleType):
     def __init__(self):
         super().__init__("vllm.third_party.flashmla.flash_mla_interface")
         self.calls = []
-        for name in ("flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-                     "get_mla_metadata"):  # fmt: skip
-            setattr(self, name, lambda *_, **__: None)
+        for name in ("func", "kvpacked_func", "qkvpacked_func"):
+            setattr(self, f"flash_attn_varlen_{name}", None)
+        self.get_mla_metadata = lambda *_, **__: (self.FlashMLASchedMeta(), None)
 
     def flash_mla_with_kvcache(self, *args, **kwargs):
         self.calls.append((args, kwargs))
@@ -147,13 +147,13 @@ def call_of(kind, heads, plan):
     sink = torch.randn(heads, generator=gen)
     tokens = 4
     if kind.startswith("v4 decode"):
-        # deepseek_v4_attention.py (0.20.2, 0.21.0), deepseek_v4/nvidia/flashmla.py, deepseek_v41/nvidia/flashmla.py
+        # deepseek_v4_attention.py (0.20.2, 0.21.0), nvidia/flashmla.py of deepseek_v4 and deepseek_v41
         window = packed_cache("v4", gen, apart=64)
         rows = packed_cache("v4", gen, apart=5000) if "two caches" in kind else None
         return NAMES[0], (), dict(
-            q=rand(tokens, heads, 512).unsqueeze(1), k_cache=window.unsqueeze(-2), block_table=None, head_dim_v=512,
-            tile_scheduler_metadata=plan, cache_seqlens=None, is_fp8_kvcache=True, indices=picked(tokens, 1, 128),
-            topk_length=counts(tokens), softmax_scale=512**-0.5, attn_sink=sink,
+            q=rand(tokens, heads, 512).unsqueeze(1), k_cache=window.unsqueeze(-2), block_table=None,
+            head_dim_v=512, tile_scheduler_metadata=plan, cache_seqlens=None, is_fp8_kvcache=True,
+            indices=picked(tokens, 1, 128), topk_length=counts(tokens), softmax_scale=512**-0.5, attn_sink=sink,
             extra_k_cache=None if rows is None else rows.unsqueeze(-2),
             extra_indices_in_kvcache=None if rows is None else picked(tokens, 1, 64),
             extra_topk_length=None if rows is None else counts(tokens),
@@ -161,15 +161,16 @@ def call_of(kind, heads, plan):
         )  # fmt: skip
     if kind == "v4 prefill":
         return NAMES[1], (), dict(
-            q=rand(tokens, heads, 512), kv=rand(8, 8, 512).view(-1, 1, 512), indices=picked(tokens, 128).unsqueeze(1),
-            sm_scale=512**-0.5, attn_sink=sink, topk_length=counts(tokens),
+            q=rand(tokens, heads, 512), kv=rand(8, 8, 512).view(-1, 1, 512),
+            indices=picked(tokens, 128).unsqueeze(1), sm_scale=512**-0.5, attn_sink=sink, topk_length=counts(tokens),
             out=torch.full((tokens, heads, 512), 7.0, dtype=BF16),
         )  # fmt: skip
     if kind == "v4.1 prefill":  # 0.33.0: heads sliced out of q, sink and out
         wide, out = rand(tokens, heads + 8, 512), torch.full((tokens, heads + 8, 512), 7.0, dtype=BF16)
         return NAMES[1], (), dict(
-            q=wide[:, :heads], kv=rand(64, 1, 512), indices=picked(tokens, 128).unsqueeze(1), sm_scale=512**-0.5,
-            attn_sink=torch.randn(heads + 8, generator=gen)[:heads], topk_length=counts(tokens), out=out[:, :heads],
+            q=wide[:, :heads], kv=rand(64, 1, 512), indices=picked(tokens, 128).unsqueeze(1),
+            sm_scale=512**-0.5, attn_sink=torch.randn(heads + 8, generator=gen)[:heads],
+            topk_length=counts(tokens), out=out[:, :heads],
         )  # fmt: skip
     if kind.startswith("v3.2 decode"):  # flashmla_sparse.py; a mixed batch is one of as many queries
         batch, q_len = (1, tokens) if "mixed" in kind else (2, 2)
@@ -440,7 +441,8 @@ def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper,
 
 
 @pytest.mark.parametrize("value, setting, on", [
-    (None, None, True), ("", None, True), ("1", True, True), ("0", True, False), ("1", False, False), ("0", None, False),
+    (None, None, True), ("", None, True), ("1", True, True),
+    ("0", True, False), ("1", False, False), ("0", None, False),
 ])  # fmt: skip
 def test_either_setting_switches_off(value, setting, on, monkeypatch):
     if value is not None:
