@@ -162,8 +162,8 @@ def call_of(kind, heads, plan):
     if kind == "v4 prefill":
         return NAMES[1], (), dict(
             q=rand(tokens, heads, 512), kv=rand(8, 8, 512).view(-1, 1, 512),
-            indices=picked(tokens, 128).unsqueeze(1), sm_scale=512**-0.5, attn_sink=sink, topk_length=counts(tokens),
-            out=torch.full((tokens, heads, 512), 7.0, dtype=BF16),
+            indices=picked(tokens, 128).unsqueeze(1), sm_scale=512**-0.5, attn_sink=sink,
+            topk_length=counts(tokens), out=torch.full((tokens, heads, 512), 7.0, dtype=BF16),
         )  # fmt: skip
     if kind == "v4.1 prefill":  # 0.33.0: heads sliced out of q, sink and out
         wide, out = rand(tokens, heads + 8, 512), torch.full((tokens, heads + 8, 512), 7.0, dtype=BF16)
