@@ -63,7 +63,7 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"
     if name and len(stack.releases) > 1:
         message = engine.refused("patch-changed", tmp_path)["message"]
-        assert message.startswith(f"{tmp_path} has {name} applied and not drop-in and full-width; run with --revert")
+        assert message.startswith(f"{tmp_path} has {name} applied and not drop-in and full-width; run with --re")
     engine.ok(tmp_path, "--revert")
     assert snapshot(tmp_path) == before
 
