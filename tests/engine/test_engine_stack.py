@@ -219,19 +219,23 @@ def test_check_release_says_what_is_supported(engine, tmp_path, capsys):
     def ask(release, *options):
         status = porting.check_release_main([release, "--pristine", str(tree), *options], engine.root)
         out, err = capsys.readouterr()
-        return status, out.splitlines()[-2:], err
+        return status, out.splitlines()[-3:], err
 
     status, lines, _ = ask(RELEASE)
-    assert status == 0 and [line.partition(":")[0] for line in lines] == ["drop-in", "full-width"]
-    assert all(line.endswith(": the series fits; supported.") for line in lines)
+    assert status == 0 and [line.partition(":")[0] for line in lines[:2]] == ["drop-in", "full-width"]
+    assert all(line.endswith(": the series fits.") for line in lines[:2])
+    assert lines[2] == "vLLM 1.0.0 is supported: drop-in, full-width."
     status, lines, _ = ask("1.1.0")  # it has the one, and is not asked for the other
-    assert status == 0 and lines[-1].startswith("drop-in: ") and lines[-1].endswith("; supported.")
+    assert status == 0 and lines[1].startswith("drop-in: ") and lines[1].endswith(": the series fits.")
+    assert lines[2] == "vLLM 1.1.0 is supported: drop-in, not full-width."
     status, lines, _ = ask("1.1.0", "--series", "full-width")
-    assert status == 0 and lines[-1].endswith("the series fits; name the release in `serves`.")
+    assert status == 0 and lines[1].endswith("the series fits; name the release in `serves`.")
+    assert lines[2] == "vLLM 1.1.0 has no series full-width."
     write(tree, {CONFIG: PRISTINE[CONFIG].replace(b"line3 = 3\n", b"line3 = 0\n")})
     status, lines, _ = ask("1.2.0")
     assert status == 1 and lines[0].endswith("the series fits; name the release in `serves`.")
     assert lines[1].startswith("full-width: ") and lines[1].endswith("a port is needed; docs/porting.md.")
+    assert lines[2] == "vLLM 1.2.0 is not supported."
     status, _, err = ask("1.2.0", "--series", "dropin")
     assert status == 2 and err == "error: no-series: There is no series 'dropin'; there is: drop-in, full-width.\n"
 
