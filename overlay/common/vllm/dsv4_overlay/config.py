@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.dsv4_overlay.drop_in import switched_on
 from vllm.dsv4_overlay.scales import OPTION, check_scales, scales_file
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -108,8 +109,10 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     Raises:
         ValueError: the combination, the GPU, the model's dtype, dimensions or head
             count, the kind of parallelism or of speculation, the provider, the scales
-            or the way rows are shared cannot be served. One sentence.
+            or the way rows are shared cannot be served, or the setting of the drop-in
+            is neither on nor off. One sentence.
     """
+    switched_on(vllm_config.additional_config)
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
     cache_config = vllm_config.cache_config

@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from . import compress_norm_rope_store, sparse_mla
+from . import (
+    compress_norm_rope_store,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    sparse_mla,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -238,6 +243,87 @@ def check_sparse_mla(
     expected = sparse_mla(*arguments, provider="reference").cpu().double()
     found = sparse_mla(*arguments, provider=provider)
     # Both results are rounded to BF16.
+    return f"error to the reference {relative_error(found, expected, TOLERANCE):.1e}"
+
+
+def _packed(rows: str, gen: torch.Generator) -> torch.Tensor:
+    """A cache as `flash_mla_with_kvcache` takes it, 4 blocks of 16 random rows."""
+    blocks, page, width = 4, 16, 584 if rows == "v4" else 656
+    noise = torch.randn(blocks, page, 512, generator=gen, dtype=torch.float32)
+    nope, rope = noise.to(E4M3).view(torch.uint8), noise[..., :64].to(BF16)
+    rope = rope.view(torch.uint8)
+    if rows == "v4":
+        scales = torch.randint(124, 130, (blocks, page * 8), generator=gen)
+        values = torch.cat((nope[..., :448], rope), -1).flatten(1)
+        cache = torch.cat((values, scales.to(torch.uint8)), -1)
+    else:
+        scales = torch.rand(blocks, page, 4, generator=gen, dtype=torch.float32) + 0.1
+        cache = torch.cat((nope, scales.view(torch.uint8), rope), -1)
+    return cache.view(blocks, page, 1, width).to(DEVICE)
+
+
+def check_flash_mla(provider: str, rows: str, heads: int) -> str:
+    """One call over `rows` ("v4", "v32", "bf16" of 512 or "bf16-576") with missing
+    rows, lengths and sinks."""
+    # vLLM makes layers under defaults of its own.
+    with torch.device("cpu"):
+        gen = torch.Generator().manual_seed(heads)
+        batch, dims = 3, 512 if rows in ("v4", "bf16") else 576
+        query = torch.randn(batch, heads, dims, generator=gen, dtype=torch.float32)
+        indices = torch.randint(-8, 64, (2, batch, 1, 128), generator=gen).int()
+        lengths = torch.tensor([[128, 77, 9], [0, 128, 30]], dtype=torch.int32)
+        sinks = torch.randn(heads, generator=gen, dtype=torch.float32)
+        if rows in ("v4", "v32"):
+            caches = [_packed(rows, gen) for _ in range(1 + (rows == "v4"))]
+        else:
+            caches = [
+                torch.randn(64, 1, dims, generator=gen, dtype=torch.float32)
+                .to(BF16)
+                .to(DEVICE)
+            ]
+    query, sinks = query.to(BF16).to(DEVICE), sinks.to(DEVICE)
+    indices, lengths = indices.to(DEVICE), lengths.to(DEVICE)
+
+    def call(provider: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows.startswith("bf16"):
+            out, _, lse = flash_mla_sparse_fwd(
+                query,
+                caches[0],
+                indices[0],
+                dims**-0.5,
+                attn_sink=sinks,
+                topk_length=lengths[0],
+                provider=provider,
+            )
+            return out, lse
+        extra = (
+            {
+                "extra_k_cache": caches[1],
+                "extra_indices_in_kvcache": indices[1],
+                "extra_topk_length": lengths[1],
+            }
+            if len(caches) > 1
+            else {}
+        )
+        return flash_mla_with_kvcache(
+            query[:, None],
+            caches[0],
+            None,
+            None,
+            512,
+            None,
+            is_fp8_kvcache=True,
+            indices=indices[0],
+            attn_sink=sinks,
+            topk_length=lengths[0],
+            provider=provider,
+            **extra,
+        )
+
+    expected, expected_lse = (x.cpu().double() for x in call("reference"))
+    found, lse = call(provider)
+    off = float((lse.cpu().double() - expected_lse).abs().max())
+    expect(off <= TOLERANCE, f"lse is {off:.1e} off, more than {TOLERANCE:.0e}")
     return f"error to the reference {relative_error(found, expected, TOLERANCE):.1e}"
 
 
