@@ -131,7 +131,7 @@ def log(monkeypatch):
 
 def packed_cache(rows, gen, *, apart=0):
     """Blocks as vLLM's caches hold them, the more bytes `apart` where those of other layers are between."""
-    cache = checks._packed(rows, gen).cpu()
+    cache = checks._packed(rows, gen)
     wide = torch.full((len(cache), cache[0].numel() + apart), 255, dtype=torch.uint8)
     wide[:, : cache[0].numel()] = cache.flatten(1)
     # As a layer has it: [blocks, rows, bytes], to which callers add the head by unsqueeze.
