@@ -280,10 +280,16 @@ def test_options_of_scales_that_nothing_reads(option, value):
     verify(asked)
 
 
-def test_dspark_is_refused(monkeypatch):
+@pytest.mark.parametrize("architecture", ["DSparkDraftModel", "Qwen3DSparkModel"])
+def test_dspark(monkeypatch, architecture):
+    """Its drafts are DeepSeek V4's layers, or those of another model."""
     asked = make("fp8")
-    asked.speculative_config = SimpleNamespace(method="dspark", draft_model_config=None)
-    assert "does not serve DSpark, whose drafts see more than a window;" in refusal(asked)
+    draft = SimpleNamespace(architecture=architecture)
+    asked.speculative_config = SimpleNamespace(method="dspark", draft_model_config=draft)
+    if architecture == "DSparkDraftModel" and not config.NAME_IS_OURS:
+        assert verify(copy.deepcopy(asked)).cache_config.cache_dtype == "fp8_per_tensor"
+    else:
+        assert f"serves no drafts of {architecture}, only" in refusal(asked)
     if not config.NAME_IS_OURS:
         on_gpu(monkeypatch, DeviceCapability(10, 0))
         assert verify(copy.deepcopy(asked)) == asked

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.third_party.mla_kernels import checks, flash_mla, sm90
 
 BF16 = torch.bfloat16
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 MISFIT = sm90.misfit
 NAMES = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 
@@ -98,9 +98,9 @@ def ops(applied, stock):
 
 @pytest.fixture
 def served(monkeypatch, ops):
-    """Our kernels serve what is on the CPU."""
+    """Our kernels serve this device."""
     monkeypatch.setattr(drop_in, "_decided", True)
-    monkeypatch.setattr(drop_in, "_device", CPU)
+    monkeypatch.setattr(drop_in, "_device", DEVICE)
     monkeypatch.setattr(drop_in, "_PROVIDER", "triton")
 
 
@@ -131,15 +131,28 @@ def log(monkeypatch):
 
 def packed_cache(rows, gen, *, apart=0):
     """Blocks as vLLM's caches hold them, the more bytes `apart` where those of other layers are between."""
-    cache = checks._packed(rows, gen).cpu()
+    cache = checks._packed(rows, gen)
     wide = torch.full((len(cache), cache[0].numel() + apart), 255, dtype=torch.uint8)
     wide[:, : cache[0].numel()] = cache.flatten(1)
     # As a layer has it: [blocks, rows, bytes], to which callers add the head by unsqueeze.
     return wide.as_strided(cache.squeeze(2).shape, (wide.shape[1], cache.shape[3], 1))
 
 
+def on_device(x):
+    """A tensor with the strides that it has."""
+    if not isinstance(x, torch.Tensor) or DEVICE.type == "cpu":
+        return x
+    storage = x.untyped_storage().cuda()
+    return torch.empty(0, dtype=x.dtype, device=DEVICE).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
 def call_of(kind, heads, plan):
     """Name, positional and keyword arguments of a call as vLLM makes it; `heads` are q's."""
+    name, args, kwargs = _call_of(kind, heads, plan)
+    return name, tuple(map(on_device, args)), {key: on_device(value) for key, value in kwargs.items()}
+
+
+def _call_of(kind, heads, plan):
     gen = torch.Generator().manual_seed(heads)
     rand = lambda *shape: torch.randn(*shape, generator=gen).to(BF16)  # noqa: E731
     picked = lambda *shape: torch.randint(-1, 64, shape, generator=gen).int()  # noqa: E731

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_DRAFT_LAYERS = "DeepSeekV4MTPModel"
-_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS)
+# Drafts of DeepSeek V4's own layers, by method.
+_DRAFT_LAYERS = {"mtp": "DeepSeekV4MTPModel", "dspark": "DSparkDraftModel"}
+_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS["mtp"])
 _WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
@@ -48,6 +49,8 @@ _DIMENSIONS = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128}
 # Drafts that are DeepSeek V4's own layers, or need none; those of others would get this
 # cache or backend.
 _DRAFTS = ("mtp", "ngram", "ngram_gpu", "suffix")
+if not NAME_IS_OURS:
+    _DRAFTS += ("dspark",)
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -267,16 +270,9 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
 def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> None:
     """Refuse drafts that would fail, or leave this cache, only after the model is
     loaded."""
-    if speculative.method == "dspark":
-        raise ValueError(
-            f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see "
-            "more than a window; use MTP, "
-            f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
-        )
-    draft = speculative.draft_model_config if speculative.method == "mtp" else None
-    if speculative.method not in _DRAFTS or (
-        draft and draft.architecture != _DRAFT_LAYERS
-    ):
+    layers = _DRAFT_LAYERS.get(speculative.method)
+    draft = speculative.draft_model_config if layers else None
+    if speculative.method not in _DRAFTS or (draft and draft.architecture != layers):
         what = draft.architecture if draft else speculative.method
         raise ValueError(
             f"{_FULL_CACHE.name} serves no drafts of {what}, only DeepSeek V4's own "

@@ -286,7 +286,7 @@ def _served(
     rest: dict[str, Any],
 ) -> tuple | None:
     """What our `function` returns; None if the arguments are not for it."""
-    if sink is not None:
+    if sink is not None and sink.shape[0] > q.shape[-2]:
         sink = sink[: q.shape[-2]]  # up to 0.22.1 it is 64 long in any case
     try:
         return function(q, attn_sink=sink, out=out, provider=_PROVIDER, **rest)
