@@ -4,7 +4,8 @@ ones, loads its plugins. The first argument is the request, the last line of the
 Works without the plugin too, so it must not import anything of it.
 """
 
-import importlib.util
+import importlib
+import inspect
 import json
 import multiprocessing
 import sys
@@ -77,8 +78,7 @@ def load(request):
         sys.modules["vllm"].__version__ = request["version"]
     load_general_plugins()
     for name in request.get("after", []):
-        if importlib.util.find_spec(name):
-            importlib.import_module(name)
+        importlib.import_module(name)
     return answer()
 
 
@@ -128,11 +128,9 @@ def first_v4(module):
         setattr(module, name, Anything)
     module.get_tensor_model_parallel_world_size = lambda: 1
     torch.cuda.Event = object
-    names = ("hidden_size", "head_dim", "scale", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank",
-             "kv_lora_rank", "o_lora_rank", "window_size", "compress_ratio")  # fmt: skip
-    return module.DeepseekV4MultiHeadLatentAttentionWrapper(
-        num_heads=16, mla_modules=Anything(), cache_config=Anything(), **dict.fromkeys(names, 1)
-    )
+    layer = module.DeepseekV4MultiHeadLatentAttentionWrapper
+    sizes = dict.fromkeys(inspect.signature(layer).parameters, 1)
+    return layer(**sizes | {"num_heads": 16, "prefix": "", "mla_modules": Anything(), "cache_config": Anything()})
 
 
 def child(request, queue):

@@ -47,6 +47,11 @@ def ask(tree, site, request, **env):
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
+def callers(tree):
+    """The modules in which a release calls FlashMLA, or pads heads for it."""
+    return [name for name in CALLERS if (tree / (name.replace(".", "/") + ".py")).is_file()]
+
+
 def lines(log, text="vllm-dsv4-overlay"):
     return [line for line in log.splitlines() if text in line]
 
@@ -67,7 +72,7 @@ def is_set(answer):
 def test_it_is_set_in_each_release(trees, narrow, release):
     """From the released files, by real imports: functions wherever they are called from, heads wherever they are
     padded, CUDA left alone, one line in the log."""
-    answer, log = ask(trees(release), narrow, {"after": CALLERS})
+    answer, log = ask(trees(release), narrow, {"after": callers(trees(release))})
     here = answer["here"]
     assert is_set(here) and here["cuda"] is False
     assert SPARSE in here["modules"] and (V4 in here["modules"]) != (FIRST_V4 in here["modules"])
@@ -80,7 +85,7 @@ def test_it_is_set_in_each_release(trees, narrow, release):
 
 def test_without_it_heads_are_padded(trees):
     """What the test above sees is the plugin's doing."""
-    answer, log = ask(trees(RELEASE), None, {"after": CALLERS})
+    answer, log = ask(trees(RELEASE), None, {"after": callers(trees(RELEASE))})
     assert not is_set(answer["here"]) and lines(log) == []
     assert {heads for found in answer["here"]["heads"].values() for heads in found.values()} == {64}
 
@@ -177,6 +182,8 @@ def test_what_does_not_fit_is_said_and_stock_runs(spoiled, site, tmp_path, spoil
     assert not is_set(answer["here"])
     (line,) = lines(log, NOT_SET)
     assert "WARNING" in line and why in line
+    if spoil not in (unknown_release, broken_install):  # one when the plugin is loaded, one later
+        return
     done = start(spoiled, site, request, VLLM_DSV4_DROP_IN="1")
     assert done.returncode == 1
     assert f"VLLM_DSV4_DROP_IN=1 asks for vllm-dsv4-overlay, but {why}" in done.stderr
@@ -239,7 +246,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("release", ["0.20.2", RELEASE, "0.33.0"])
+@pytest.mark.parametrize("release", ["0.20.2", "0.33.0"])
 def test_a_server_s_own_configuration_and_layers(trees, narrow, tmp_path, release):
     """EngineArgs loads the plugin; backend, cache and configuration stay stock's, and layers have their heads."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
@@ -250,7 +257,8 @@ def test_a_server_s_own_configuration_and_layers(trees, narrow, tmp_path, releas
         paths = os.pathsep.join(map(str, (trees(release), *site)))
         env = {"PYTHONPATH": paths, "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         request = json.dumps([[f"--model={tmp_path}", *options]])
-        done = run(sys.executable, HERE.parent / "glue/hopper.py", input=request, env=os.environ | env, cwd=tmp_path)
+        hopper = HERE.parent / "glue/hopper.py"
+        done = run(sys.executable, hopper, input=request, env=os.environ | env, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])[0]
 
