@@ -68,7 +68,7 @@ def platform(library: Path) -> str:
         for name, symbol in elf_find_versioned_symbols(ELFFile(file)):
             needed[name].add(symbol)
     return (
-        WheelPolicies(libc=Libc.GLIBC, arch=Architecture.x86_64)
+        WheelPolicies(libc=Libc.GLIBC, arch=Architecture.detect())
         .versioned_symbols_policy(needed)
         .name
     )

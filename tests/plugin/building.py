@@ -1,6 +1,8 @@
 """A copy of this repository with a library in it, the wheel that it builds, and pip."""
 
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "overlay/common/vllm/third_party/mla_kernels"
 LIBRARY = f"{KERNELS}/lib/libmla_kernels.so"
+SOME = "markupsafe._speedups"  # a library that is there, for its form
 
 
 def run(*command, **options):
@@ -18,7 +21,7 @@ def run(*command, **options):
 
 
 def copy_repository(root):
-    """This repository without its history, with a library that says what a built one says, and does nothing."""
+    """This repository without its history, with a library that says what a built one says, and is another."""
     ignored = shutil.ignore_patterns("__pycache__", "lib", "results")
     for name in ("csrc", "docs", "overlay", "patches", "scripts"):
         shutil.copytree(ROOT / name, root / name, ignore=ignored)
@@ -26,14 +29,11 @@ def copy_repository(root):
         shutil.copy(ROOT / name, root)
     sources = b"".join(path.read_bytes() for path in sorted((root / "csrc").iterdir()))
     interface = re.search(r"^INTERFACE = (\d+)", (root / KERNELS / "native.py").read_text(), re.M)[1]
-    build = f'"interface": {interface}, "torch": "2.11", "cuda": "13.0", "archs": "90a", '
-    build += f'"sources": "{hashlib.sha256(sources).hexdigest()}"'
-    code = f'extern "C" const char mla_kernels_build[] = R"(mla_kernels_build {{{build}}})";'
-    # Something of glibc 2.34, as in the real library.
-    code += "\n#include <pthread.h>\nint thread() { return pthread_create(0, 0, 0, 0); }\n"
+    build = {"interface": int(interface), "torch": "2.11", "cuda": "13.0", "archs": "90a"}
+    build["sources"] = hashlib.sha256(sources).hexdigest()
     (root / LIBRARY).parent.mkdir()
-    command = ["g++", "-shared", "-fPIC", "-xc++", "-", "-o", root / LIBRARY]
-    subprocess.run(command, input=code.encode(), check=True)
+    some = Path(importlib.util.find_spec(SOME).origin).read_bytes()
+    (root / LIBRARY).write_bytes(some + b"mla_kernels_build " + json.dumps(build).encode() + b"\0")
 
 
 def install(wheel, site):

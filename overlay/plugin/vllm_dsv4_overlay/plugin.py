@@ -112,8 +112,8 @@ def register() -> None:
         if name in sys.modules:
             seam(sys.modules[name])
     logger.info(
-        "%s %s, a plugin, has set its drop-in for FlashMLA in vLLM %s; what it serves, "
-        "workers say.",
+        "%s %s, a plugin, has set its drop-in for FlashMLA in vLLM %s; workers log "
+        "what it serves.",
         DISTRIBUTION,
         ours,
         release,
