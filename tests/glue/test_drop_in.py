@@ -369,7 +369,7 @@ def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
     assert drop_in.padded_heads(128, 128, rows) == 128
     assert drop_in.padded_heads(128, 64, rows) == 64  # prefill is padded to a multiple
     # vLLM hashes it, so that nothing is loaded that was compiled for another width.
-    assert hopper.additional_config == {f"{drop_in.SETTING}_heads": {rows: 16}}
+    assert hopper.additional_config == {"dsv4_drop_in_widths": {rows: 16}}
     json.dumps(hopper.additional_config, sort_keys=True)
 
 
@@ -440,11 +440,14 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
     assert (drop_in._device is None) == (why != "config of another kind")
 
 
-@pytest.mark.parametrize("where", ["variable", "config"])
+@pytest.mark.parametrize("where", ["variable", "config", "name"])
 def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper, monkeypatch):
     if where == "variable":
         monkeypatch.setenv(drop_in.VARIABLE, "off")
         sentence = r"^VLLM_DSV4_DROP_IN is 'off'; it may be 1, or 0, [^.]*\.$"
+    elif where == "name":
+        hopper.additional_config["dsv4_dropin"] = False
+        sentence = r"^--additional-config has no option dsv4_dropin; .* are dsv4_drop_in and dsv4_scales\.$"
     else:
         hopper.additional_config[drop_in.SETTING] = "false"
         sentence = r"^dsv4_drop_in in --additional-config is 'false'; it may be true, or false, [^.]*\.$"
@@ -461,6 +464,10 @@ def test_either_setting_switches_off(value, setting, on, monkeypatch):
     if value is not None:
         monkeypatch.setenv(drop_in.VARIABLE, value)
     assert drop_in.switched_on({} if setting is None else {drop_in.SETTING: setting}) is on
+
+
+def test_options_of_others_are_theirs():
+    assert drop_in.switched_on({"torchair": 1, "dsv4_scales": "file", "dsv4_drop_in_widths": {"v4": 8}})
 
 
 def test_the_decision_is_made_once(hopper, monkeypatch, log):

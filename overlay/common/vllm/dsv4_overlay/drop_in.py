@@ -22,6 +22,8 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
+_WIDTHS_FOUND = "dsv4_drop_in_widths"
+_OPTIONS = (SETTING, "dsv4_scales")
 _PROVIDER = "sm90"
 # The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
 # rows and prefills over BF16; V3.2 pads either call by itself.
@@ -67,7 +69,7 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
         tokens; `stock` otherwise.
 
     Raises:
-        ValueError: the setting is neither on nor off. One sentence.
+        ValueError: the setting is not one that there is (`switched_on`). One sentence.
     """
     global _narrow
     if not _installed or not torch.cuda.is_initialized():
@@ -85,7 +87,7 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
             _narrow = True
             # vLLM hashes this: up to 0.22.1 it compiles V4's layers with their width,
             # and would load what was compiled for another.
-            config.setdefault(f"{SETTING}_heads", {})[rows] = width
+            config.setdefault(_WIDTHS_FOUND, {})[rows] = width
             return width
     return stock
 
@@ -95,7 +97,8 @@ def switched_on(additional_config: object) -> bool:
     or false) say; on unless one of them is off.
 
     Raises:
-        ValueError: one of them says something else. One sentence.
+        ValueError: one of them says something else, or --additional-config has an
+            option of the overlay that there is not. One sentence.
     """
     value = os.environ.get(VARIABLE) or "1"
     if value not in ("0", "1"):
@@ -103,9 +106,14 @@ def switched_on(additional_config: object) -> bool:
             f"{VARIABLE} is {value!r}; it may be 1, or 0, which leaves sparse "
             "attention to FlashMLA."
         )
-    setting = True
-    if isinstance(additional_config, dict):
-        setting = additional_config.get(SETTING, True)
+    options = additional_config if isinstance(additional_config, dict) else {}
+    for name in options:
+        if str(name).startswith("dsv4_") and name not in (*_OPTIONS, _WIDTHS_FOUND):
+            raise ValueError(
+                f"--additional-config has no option {name}; those of the overlay are "
+                f"{' and '.join(_OPTIONS)}."
+            )
+    setting = options.get(SETTING, True)
     if not isinstance(setting, bool):
         raise ValueError(
             f"{SETTING} in --additional-config is {setting!r}; it may be true, or "
