@@ -473,7 +473,8 @@ def _together(root: Path, release: str, sources: dict[str, bytes]) -> list[str]:
 def _overlay_problems(root: Path) -> list[str]:
     """What of overlay/ no series leads to, and what the kernels import that they may not."""
     try:
-        folders = [[path.name] for path in (root / "overlay").iterdir() if path.name != "common"] or [[]]
+        names = {path.parent.name for path in (root / "overlay").glob("*/vllm")} - {"common"}
+        folders = [[name] for name in names] or [[]]
         files = {file.source: (path, file) for folder in folders
                  for path, file in overlay_files(root, folder).items()}  # fmt: skip
         stacks = [Stack([load_series(folder)]) for folder in release_folders(root)]

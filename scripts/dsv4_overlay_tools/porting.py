@@ -208,11 +208,12 @@ def bases(root: Path, release: str, near: str | None = None, name: str | None = 
 
 
 def verdict(findings: list[Finding], served: bool) -> str:
+    """What became of all seams of one series, in a sentence."""
     count = {verdict: sum(f.verdict == verdict for f in findings)
              for verdict in ("applies", "moved", "changed", "upstream")}  # fmt: skip
     misfits = [finding for finding in findings if not finding.fits]
     if not misfits:
-        so = "the series fits" + ("; supported." if served else "; name the release in `serves`.")
+        so = "the series fits" + ("." if served else "; name the release in `serves`.")
     elif all(finding.seam == RELIED_ON for finding in misfits):
         so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
     else:
@@ -264,7 +265,7 @@ def check_release_main(argv: list[str], root: Path) -> int:
                 return None
         return sources[series.release]
 
-    summary, fits = [], True
+    summary, fits, supported = [], True, []
     for base in against:
         findings = check_release(root, base, pristine, source_of)
         print(f"vLLM {args.release} ({origin}) against the series {base.name} of {base.release}")
@@ -273,6 +274,13 @@ def check_release_main(argv: list[str], root: Path) -> int:
             for line in finding.lines:
                 print(f"              {line}")
         summary.append(f"{base.name}: {verdict(findings, args.release in base.sdists)}")
-        fits = fits and all(finding.fits for finding in findings)
+        fit = all(finding.fits for finding in findings)
+        fits = fits and fit
+        supported += [base.name] * (fit and args.release in base.sdists)
     print("\n".join(summary))
+    lacking = sorted({folder.parent.name for folder in release_folders(root)} - set(supported))
+    if supported and lacking and not args.series:
+        supported.append(f"not {', '.join(lacking)}")
+    lacks = f"has no series {args.series}." if args.series else "is not supported."
+    print(f"vLLM {args.release} " + (f"is supported: {', '.join(supported)}." if supported else lacks))
     return 0 if fits else 1

@@ -37,10 +37,10 @@ def test_rows_of_every_release_served(repo):
     assert main([], repo) == 0
     text = (repo / "README.md").read_text()
     assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
-    head = "vLLM | drop-in, Hopper (H100, H200) | full-width, Hopper (H100, H200) | full-width, Blackwell (B200, B300)"
-    rows = [head, "---|---|---|---", "0.9.9 | – | not run | not run", "1.0.0 | not run | not run | not run",
-            "1.1.0 to 1.2.0 | not run | – | –"]  # fmt: skip
-    assert START + "".join(f"| {row} |\n" for row in rows).replace("| ---|---|---|--- |", "|---|---|---|---|") in text
+    assert "| vLLM | drop-in, Hopper (H100, H200) | full-width, Hopper (H100, H200) | full-width, Bl" in text
+    rows = ["0.9.9 | – | not run | not run", "1.0.0 | not run | not run | not run"]
+    rows.append("1.1.0 to 1.2.0 | not run | – | –")
+    assert "|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in rows) + END in text
     full = (repo / PAGES[1]).read_text()
     assert "| 0.9.9 | full-width: of 1.0.0 | – | served; not run | refused; not run |\n" in full
     assert "| 1.0.0 | drop-in: of 1.2.0; full-width: 2, 7 lines | faster; not run | served; not run | ref" in full
