@@ -38,7 +38,8 @@ def trees(tmp_path_factory):
             if not archive(release).is_file():
                 pytest.skip(f"there is no {archive(release)}")
             with tarfile.open(archive(release)) as tar:
-                members = (m for m in tar if m.isfile() and m.name.startswith(f"vllm-{release}/vllm/"))
+                ours = (f"vllm-{release}/vllm/", f"vllm-{release}/PKG-INFO")
+                members = (m for m in tar if m.isfile() and m.name.startswith(ours))
                 tar.extractall(folder, members, filter="data")
         return root
 

@@ -1,5 +1,6 @@
 """Runs in a process of its own: a vLLM that believes to be on Hopper, with empty modules in place of its compiled
-ones, loads its plugins. The first argument is the request, the last line of the output the answer, both JSON.
+ones, loads its plugins. The first argument is a list of requests, the last line of the output that of the answers,
+both JSON. A request has a process to itself, forked from one that has imported what all need, for time.
 
 Works without the plugin too, so it must not import anything of it.
 """
@@ -8,8 +9,12 @@ import importlib
 import inspect
 import json
 import multiprocessing
+import os
 import sys
+import tempfile
+import traceback
 import types
+from pathlib import Path
 
 import torch
 
@@ -44,7 +49,7 @@ def function(name):
     return types.FunctionType(stock.__code__, {"__name__": FLASHMLA}, name)
 
 
-def pretend(platform):
+def pretend():
     for name in ("_C", "_C_stable_libtorch", "_moe_C", "_flashmla_C", "_flashmla_extension_C"):
         stub(f"vllm.{name}")
     attention = ("flash_attn_varlen_func", "get_scheduler_metadata", "compile_flash_attn_varlen_func_from_specs")
@@ -59,13 +64,11 @@ def pretend(platform):
         library.impl(f"cutlass_scaled_mm_{name}", lambda capability: True, "CompositeExplicitAutograd")
     LIBRARIES.append(library)
     import vllm.platforms as platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    if platform == "cuda":
-        from vllm.platforms.cuda import NonNvmlCudaPlatform
-
-        NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
-        platforms._current_platform = NonNvmlCudaPlatform()
+    NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    platforms._current_platform = NonNvmlCudaPlatform()
 
 
 def load(request):
@@ -74,8 +77,8 @@ def load(request):
 
     for name in request.get("before", []):
         importlib.import_module(name)
-    if "version" in request:
-        sys.modules["vllm"].__version__ = request["version"]
+    if OPS in sys.modules:  # whoever else has imported from it
+        vars(sys.modules["__main__"]).update({name: getattr(sys.modules[OPS], name) for name in FUNCTIONS})
     load_general_plugins()
     for name in request.get("after", []):
         importlib.import_module(name)
@@ -83,7 +86,7 @@ def load(request):
 
 
 def answer():
-    modules = {name: sys.modules[name] for name in CALLERS if name in sys.modules}
+    modules = {name: sys.modules[name] for name in ("__main__", *CALLERS) if name in sys.modules}
     return {
         "modules": {
             name: {key: vars(module)[key].__globals__["__name__"] for key in FUNCTIONS if key in vars(module)}
@@ -133,21 +136,67 @@ def first_v4(module):
     return layer(**sizes | {"num_heads": 16, "prefix": "", "mla_modules": Anything(), "cache_config": Anything()})
 
 
+def move(tree):
+    """Take what is not imported yet from another tree."""
+    vllm = sys.modules["vllm"]
+    before = str(Path(vllm.__file__).parents[1])
+    vllm.__file__ = vllm.__file__.replace(before, tree)
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm")]:
+        if hasattr(module, "__path__"):
+            module.__path__ = [path.replace(before, tree) for path in module.__path__]
+
+
+def serve(request):
+    """One process of a server: what it was asked is in its environment by then."""
+    if "version" in request:
+        sys.modules["vllm"].__version__ = request["version"]
+    if "tree" in request:
+        move(request["tree"])
+    if request.get("platform") == "cpu":
+        from vllm.platforms.cpu import CpuPlatform
+
+        sys.modules["vllm.platforms"]._current_platform = CpuPlatform()
+    result = {"here": load(request)}
+    if "start" in request:
+        context = multiprocessing.get_context(request["start"])
+        queue = context.Queue()
+        process = context.Process(target=child, args=(request, queue))
+        process.start()
+        result["child"] = queue.get(timeout=600)
+        process.join()
+    return result
+
+
 def child(request, queue):
     queue.put(load(request))
 
 
+def forked(request):
+    """What `serve` returns, or None, and what it wrote, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, found = Path(folder, "log"), Path(folder, "found")
+        if (pid := os.fork()) == 0:
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            try:
+                os.environ.update(request.get("env", {}))
+                sys.path.append(request["site"])
+                found.write_text(json.dumps(serve(request)))
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return json.loads(found.read_text()) if found.exists() else None, log.read_text()
+
+
 if __name__ in ("__main__", "__mp_main__"):  # the second in a child that is spawned
-    REQUEST = json.loads(sys.argv[1])
-    pretend(REQUEST.get("platform", "cuda"))
+    pretend()
 
 if __name__ == "__main__":
-    result = {"here": load(REQUEST)}
-    if REQUEST.get("start"):
-        context = multiprocessing.get_context(REQUEST["start"])
-        queue = context.Queue()
-        process = context.Process(target=child, args=(REQUEST, queue))
-        process.start()
-        result["child"] = queue.get(timeout=120)
-        process.join()
-    print("\n" + json.dumps(result))
+    import vllm.config  # noqa: F401  (as in a process that loads plugins)
+    import vllm.plugins  # noqa: F401
+
+    print("\n" + json.dumps([forked(request) for request in json.loads(sys.argv[1])]))

@@ -24,7 +24,7 @@ SET = f"vllm-dsv4-overlay {VERSION}, a plugin, has set its drop-in for FlashMLA 
 NOT_SET = f"vllm-dsv4-overlay {VERSION} is not in use, and stock vLLM runs: "
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def narrow(site, tmp_path_factory):
     """The installed wheel, whose drop-in lets heads be as they are without a GPU."""
     folder = shutil.copytree(site, tmp_path_factory.mktemp("narrow") / "site")
@@ -33,18 +33,13 @@ def narrow(site, tmp_path_factory):
     return folder
 
 
-def start(tree, site, request, **env):
-    paths = [str(path) for path in (tree, site) if path]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} | env
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    return run(sys.executable, HERE / "process.py", json.dumps(request), env=inherited | env, cwd=tree.parent)
-
-
-def ask(tree, site, request, **env):
-    """The answer of the process and what it logged."""
-    done = start(tree, site, request, **env)
+def ask(tree, requests):
+    """For each request its answer, None where the process ended with an error, and what the process wrote."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    env |= {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = run(sys.executable, HERE / "process.py", json.dumps(requests), env=env, cwd=tree.parent)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def callers(tree):
@@ -71,8 +66,10 @@ def is_set(answer):
 @pytest.mark.parametrize("release", RELEASES)
 def test_it_is_set_in_each_release(trees, narrow, release):
     """From the released files, by real imports: functions wherever they are called from, heads wherever they are
-    padded, CUDA left alone, one line in the log."""
-    answer, log = ask(trees(release), narrow, {"after": callers(trees(release))})
+    padded, CUDA left alone, one line in the log. In one release callers are there before the plugin."""
+    tree = trees(release)
+    request = {"site": str(narrow), "before" if release == RELEASE else "after": callers(tree)}
+    ((answer, log),) = ask(tree, [request])
     here = answer["here"]
     assert is_set(here) and here["cuda"] is False
     assert SPARSE in here["modules"] and (V4 in here["modules"]) != (FIRST_V4 in here["modules"])
@@ -83,128 +80,133 @@ def test_it_is_set_in_each_release(trees, narrow, release):
     assert f"{SET} {release};" in line and "INFO" in line
 
 
-def test_without_it_heads_are_padded(trees):
-    """What the test above sees is the plugin's doing."""
-    answer, log = ask(trees(RELEASE), None, {"after": callers(trees(RELEASE))})
-    assert not is_set(answer["here"]) and lines(log) == []
-    assert {heads for found in answer["here"]["heads"].values() for heads in found.values()} == {64}
-
-
-def test_callers_that_were_imported_before(trees, narrow):
-    answer, log = ask(trees(RELEASE), narrow, {"before": [SPARSE, V4]})
-    assert is_set(answer["here"]) and len(lines(log)) == 1
-    assert {heads for found in answer["here"]["heads"].values() for heads in found.values()} == {16}
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_children(trees, site, method):
-    answer, log = ask(trees(RELEASE), site, {"after": [OPS], "start": method})
-    assert is_set(answer["here"]) and is_set(answer["child"])
-    assert len(lines(log, SET)) == {"spawn": 2, "fork": 1}[method]
-
-
-@pytest.mark.parametrize(
-    "names, loaded",
-    [
-        ("dsv4_overlay", True),
-        ("other,dsv4_overlay", True),
-        ("", False),
-        ("other", False),
-        ("other, dsv4_overlay", False),
-    ],
-)
-def test_names_of_plugins(trees, site, names, loaded):
-    """As docs/plugin.md says, the space included."""
-    answer, log = ask(trees(RELEASE), site, {"after": [OPS]}, VLLM_PLUGINS=names)
-    assert is_set(answer["here"]) is loaded and len(lines(log)) == loaded
-
-
-def test_switched_off(trees, site):
-    answer, log = ask(trees(RELEASE), site, {"after": [OPS]}, VLLM_DSV4_DROP_IN="0")
-    assert not is_set(answer["here"]) and answer["here"]["imported"] == ["vllm_dsv4_overlay.plugin"]
-    (line,) = lines(log)
-    assert f"vllm-dsv4-overlay {VERSION} is off: VLLM_DSV4_DROP_IN=0." in line
-
-
-def test_a_setting_that_means_nothing_stops_the_server(trees, site):
-    done = start(trees(RELEASE), site, {"after": [OPS]}, VLLM_DSV4_DROP_IN="maybe")
-    assert done.returncode == 1
-    assert "Refused: VLLM_DSV4_DROP_IN is 'maybe'; it may be 1, or 0" in done.stderr.splitlines()[-1]
-
-
-def test_other_platforms_are_left_alone(trees, site):
-    answer, log = ask(trees(RELEASE), site, {"platform": "cpu", "before": ["vllm.plugins"]}, VLLM_DSV4_DROP_IN="1")
-    assert answer["here"]["imported"] == ["vllm_dsv4_overlay.plugin"] and lines(log) == []
-
-
-@pytest.fixture
-def spoiled(trees, tmp_path):
-    """A copy of the tree that a test may change."""
-    return shutil.copytree(trees(RELEASE), tmp_path / "tree")
-
-
-def unknown_release(tree, site):
-    return {"version": "0.99.0"}, "this is vLLM 0.99.0, and it knows 0.20.2, "
+# VLLM_PLUGINS -> whether ours is loaded, as docs/plugin.md says, the space included.
+NAMES = {"dsv4_overlay": True, "other,dsv4_overlay": True, "": False, "other": False, "other, dsv4_overlay": False}
 
 
 def changed_file(tree, site):
     """One that no patch touches, but that says what a padded head is."""
     file = tree / "vllm/models/deepseek_v4/attention.py"
     file.write_text(file.read_text() + "\n")
-    return {}, f"{file} is not as vLLM {RELEASE} has it; install the released vLLM"
+    return f"{file} is not as vLLM {RELEASE} has it; install the released vLLM"
 
 
 def missing_file(tree, site):
     file = tree / "vllm/models/deepseek_v4/attention.py"
     file.unlink()
-    return {}, f"{file} is missing, which vLLM {RELEASE} has"
+    return f"{file} is missing, which vLLM {RELEASE} has"
 
 
 def broken_glue(tree, site):
     (site / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").write_text("raise OSError('no such thing')\n")
-    return {}, "OSError: no such thing"
+    return "OSError: no such thing"
 
 
 def broken_install(tree, site):
     """Not before vLLM imports the module."""
     with (site / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").open("a") as file:
         file.write("\n\ndef install(namespace):\n    raise OSError('no such thing')\n")
-    return {}, "OSError: no such thing"
+    return "OSError: no such thing"
 
 
-@pytest.mark.parametrize("spoil", [unknown_release, changed_file, missing_file, broken_glue, broken_install])
-def test_what_does_not_fit_is_said_and_stock_runs(spoiled, site, tmp_path, spoil):
-    """And stops a server that asked for the drop-in."""
-    site = shutil.copytree(site, tmp_path / "site")
-    request, why = spoil(spoiled, site)
-    request |= {"after": [OPS]}
-    answer, log = ask(spoiled, site, request)
+def unknown_release(tree, site):
+    return "this is vLLM 0.99.0, and it knows 0.20.2, "
+
+
+SPOILED = (changed_file, missing_file, broken_glue, broken_install, unknown_release)
+ASKED = {"VLLM_DSV4_DROP_IN": "1"}
+
+
+@pytest.fixture(scope="module")
+def told(trees, site, repo, tmp_path_factory):
+    """What each kind of process says; `why` is what it has to say."""
+    folder, tree = tmp_path_factory.mktemp("spoiled"), trees(RELEASE)
+    plain = {"site": str(site), "after": [OPS]}
+    requests = {names: plain | {"env": {"VLLM_PLUGINS": names}} for names in NAMES}
+    requests |= {
+        "before": {"site": str(site), "before": [OPS]},
+        "spawn": plain | {"start": "spawn"},
+        "fork": plain | {"start": "fork"},
+        "off": plain | {"env": {"VLLM_DSV4_DROP_IN": "0"}},
+        "maybe": plain | {"env": {"VLLM_DSV4_DROP_IN": "maybe"}},
+        "local version": plain | {"version": f"{RELEASE}+cu129"},
+        "cpu": {"site": str(site), "platform": "cpu", "env": ASKED},
+    }
+    why = {}
+    for spoil in SPOILED:
+        place = folder / spoil.__name__
+        request = {"site": str(shutil.copytree(site, place / "site")), "after": [OPS]}
+        if spoil in (changed_file, missing_file):
+            request["tree"] = str(shutil.copytree(tree, place / "tree"))
+        if spoil is unknown_release:
+            request["version"] = "0.99.0"
+        why[spoil] = spoil(place / "tree", place / "site")
+        requests |= {spoil: request, (spoil, "asked"): request | {"env": ASKED}}
+    for version, *options in ((VERSION,), ("9.9.9",), (VERSION, "--series", "full-width")):
+        place = folder / "-".join(("patched", version, *options))
+        other = shutil.copytree(repo, place / "repo")
+        (other / "VERSION").write_text(version + "\n")
+        patched = shutil.copytree(tree, place / "tree")
+        done = run(other / "scripts/apply-patches.sh", patched, *options)
+        assert done.returncode == 0, done.stderr
+        requests[("patched", version, *options)] = plain | {"tree": str(patched)}
+    return dict(zip(requests, ask(tree, list(requests.values())), strict=True)), why
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_names_of_plugins(told, names):
+    answer, log = told[0][names]
+    assert is_set(answer["here"]) is NAMES[names] and len(lines(log)) == NAMES[names]
+
+
+def test_who_imported_the_functions_before_has_ours(told):
+    answer, _ = told[0]["before"]
+    assert is_set(answer["here"]) and set(answer["here"]["modules"]["__main__"].values()) == {OURS}
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_children(told, method):
+    answer, log = told[0][method]
+    assert is_set(answer["here"]) and is_set(answer["child"])
+    assert len(lines(log, SET)) == {"spawn": 2, "fork": 1}[method]
+
+
+def test_switched_off(told):
+    answer, log = told[0]["off"]
+    assert not is_set(answer["here"]) and answer["here"]["imported"] == ["vllm_dsv4_overlay.plugin"]
+    (line,) = lines(log)
+    assert f"vllm-dsv4-overlay {VERSION} is off: VLLM_DSV4_DROP_IN=0." in line
+
+
+def test_a_setting_that_means_nothing_stops_the_server(told):
+    answer, log = told[0]["maybe"]
+    assert answer is None and "Refused: VLLM_DSV4_DROP_IN is 'maybe'; it may be 1, or 0" in log.splitlines()[-1]
+
+
+def test_a_local_version_is_the_release(told):
+    assert is_set(told[0]["local version"][0]["here"])
+
+
+def test_other_platforms_are_left_alone(told):
+    """Even where the drop-in is asked for, which would stop `vllm --help`."""
+    answer, log = told[0]["cpu"]
+    assert answer["here"]["imported"] == ["vllm_dsv4_overlay.plugin"] and lines(log) == []
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_what_does_not_fit_is_said_and_stock_runs(told, spoil):
+    """In one line; a server that asked for the drop-in stops."""
+    answer, log = told[0][spoil]
     assert not is_set(answer["here"])
     (line,) = lines(log, NOT_SET)
-    assert "WARNING" in line and why in line
-    if spoil not in (unknown_release, broken_install):  # one when the plugin is loaded, one later
-        return
-    done = start(spoiled, site, request, VLLM_DSV4_DROP_IN="1")
-    assert done.returncode == 1
-    assert f"VLLM_DSV4_DROP_IN=1 asks for vllm-dsv4-overlay, but {why}" in done.stderr
-
-
-def test_a_local_version_is_the_release(trees, site):
-    answer, _ = ask(trees(RELEASE), site, {"version": f"{RELEASE}+cu129", "after": [OPS]})
-    assert is_set(answer["here"])
-
-
-def apply(repo, tree, *options):
-    done = run(repo / "scripts/apply-patches.sh", tree, *options)
-    assert done.returncode == 0, done.stderr
+    assert "WARNING" in line and told[1][spoil] in line
+    answer, log = told[0][spoil, "asked"]
+    assert answer is None and f"VLLM_DSV4_DROP_IN=1 asks for vllm-dsv4-overlay, but {told[1][spoil]}" in log
 
 
 @pytest.mark.parametrize("version", [VERSION, "9.9.9"])
-def test_patches_count_where_both_are(spoiled, site, repo, tmp_path, version):
-    repo = shutil.copytree(repo, tmp_path / "repo")
-    (repo / "VERSION").write_text(version + "\n")
-    apply(repo, spoiled)
-    answer, log = ask(spoiled, site, {"after": [OPS]}, VLLM_DSV4_DROP_IN="1")
+def test_patches_count_where_both_are(told, version):
+    answer, log = told[0]["patched", version]
     assert set(answer["here"]["modules"][OPS].values()) == {"vllm.dsv4_overlay.drop_in"}
     assert answer["here"]["imported"] == ["vllm_dsv4_overlay.plugin"]
     (line,) = lines(log)
@@ -212,9 +214,8 @@ def test_patches_count_where_both_are(spoiled, site, repo, tmp_path, version):
     assert said in line and ("WARNING" if version != VERSION else "INFO") in line
 
 
-def test_other_patches_alone_are_no_drop_in(spoiled, site, repo):
-    apply(repo, spoiled, "--series", "full-width")
-    answer, log = ask(spoiled, site, {"after": [OPS]})
+def test_other_patches_alone_are_no_drop_in(told):
+    answer, log = told[0]["patched", VERSION, "--series", "full-width"]
     assert not is_set(answer["here"])
     (line,) = lines(log, NOT_SET)
     assert f"vllm-dsv4-overlay {VERSION} is patched into this vLLM without its drop-in; " in line
