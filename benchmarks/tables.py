@@ -18,22 +18,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from charts import ROWS, kernel_results
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
-ATTENTION = "sparse_mla_h200"
-CASES = {
-    "full": "decode of {}",
+# Phases of sparse_mla.py.
+DECODE = {
+    "decode": "decode of {}",
     "mixed": "decode of {}, mixed lengths",
     "one_long": "decode of {}, one of them long",
+}
+PREFILL = {
     "prompt": "prefill of {}",
-    "prompt_end": "prefill of {}, end of a long prompt",
+    "prefill": "prefill of {}, end of a long prompt",
     "scattered": "prefill of {}, scattered rows",
 }
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
+DROP_IN = {"dropin": "FlashMLA's cache, our kernels"}
 
 
 @cache
@@ -57,12 +62,11 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(store: str, phase: str) -> dict[tuple[str, int, int], float]:
-    """(case, tokens, heads) -> time of FlashMLA over that of the native kernels."""
-    unnamed = {"decode": "full", "prefill": "scattered"}[phase]  # in results from before there were cases
-    rows = load(ATTENTION)["results"]
-    return {(row.get("case", unnamed), row["tokens"], row["heads"]): row["speedup"] for row in rows
-            if (row["provider"], row["cache"], row["phase"]) == ("sm90", store, phase)}  # fmt: skip
+def speedups(store: str, phases: Iterable[str]) -> dict[tuple[str, int, int], float]:
+    """(phase, tokens, heads) -> time of FlashMLA over that of the native kernels."""
+    rows = kernel_results(ROOT / "benchmarks/results")["results"]
+    return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
+            if row["rows"] == ROWS.get(store, store) and row["phase"] in phases}  # fmt: skip
 
 
 def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
@@ -85,7 +89,7 @@ def kl(name: str, pair: str) -> float:
 
 
 def headline() -> str:
-    times = span(speedups("fp8", "decode").values(), ".1f")
+    times = span(speedups("fp8", DECODE).values(), ".1f")
     more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
     return (
         f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as\n"
@@ -99,8 +103,8 @@ def summary() -> str:
     stock, requests = capacity["flashmla"], served()
     rows = [["Tokens in 1 GiB of cache", stock,
              *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
-    for phase in ("decode", "prefill"):
-        rows.append([f"Attention, {phase}", 1, *(span(speedups(s, phase).values()) for s in ("fp8", "bf16"))])
+    for title, phases in (("decode", DECODE), ("prefill", PREFILL)):
+        rows.append([f"Attention, {title}", 1, *(span(speedups(s, phases).values()) for s in ("fp8", "bf16"))])
     for what, title, power in (
         ("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1),
     ):  # fmt: skip
@@ -110,33 +114,28 @@ def summary() -> str:
     return markdown(["", *BACKENDS.values()], rows)
 
 
-def attention(calls: Iterable[tuple[str, int]] = ()) -> str:
-    """All calls, or those of some cases and numbers of tokens."""
+def attention(
+    calls: Iterable[tuple[str, int]] = (), stores: Iterable[tuple[str, str]] = (("fp8", "FP8"), ("bf16", "BF16"))
+) -> str:
+    """All calls, or those of some phases and numbers of tokens."""
     rows: dict[str, dict[int, float]] = {}
-    for store, title in (("fp8", "FP8"), ("bf16", "BF16")):
-        for (case, tokens, heads), ratio in (speedups(store, "decode") | speedups(store, "prefill")).items():
-            if not calls or (case, tokens) in calls:
-                rows.setdefault(f"{title}, {CASES[case].format(tokens)}", {})[heads] = ratio
-    heads = sorted(rows[next(iter(rows))])
-    cells = ([call, *(f"{by[h]:.2f}" for h in heads)] for call, by in rows.items())
+    titles = DECODE | PREFILL
+    for store, title in stores:
+        for (phase, tokens, heads), ratio in speedups(store, titles).items():
+            if not calls or (phase, tokens) in calls:
+                rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
+    heads = sorted({number for by in rows.values() for number in by})
+    cells = ([call, *(f"{by[h]:.2f}" if h in by else "" for h in heads)] for call, by in rows.items())
     return markdown(["heads on each GPU", *heads], cells)
 
 
 def by_heads() -> str:
-    prompt = ("prompt", 4096, 8) in speedups("fp8", "prefill")
-    return attention([("full", 16), ("prompt" if prompt else "scattered", 4096)])
+    prompt = ("prompt", 4096, 8) in speedups("fp8", PREFILL)
+    return attention([("decode", 16), ("prompt" if prompt else "scattered", 4096)])
 
 
 def stock_rows() -> str:
-    found = load("stock_rows_h200")["results"]
-    calls = {(row["rows"], row["phase"], row["tokens"]): None for row in found}
-    heads = sorted({row["heads"] for row in found})
-    rows = []
-    for store, phase, tokens in calls:
-        at = {row["heads"]: f"{row['speedup']:.2f}" for row in found
-              if (row["rows"], row["phase"], row["tokens"]) == (store, phase, tokens)}  # fmt: skip
-        rows.append([f"{store}, {phase} of {tokens}", *(at.get(number, "") for number in heads)])
-    return markdown(["heads on each GPU", *heads], rows)
+    return attention(stores=((rows, rows) for rows in ("584", "656", "576")))
 
 
 def accuracy() -> str:
@@ -186,7 +185,7 @@ def models() -> str:
 
 
 def serving(names: Iterable[str] = SERVING) -> str:
-    rows = [[count, BACKENDS[store], f"{run['output_throughput']:.0f}",
+    rows = [[count, (BACKENDS | DROP_IN)[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
@@ -202,7 +201,8 @@ def serving_share() -> str:
 
 def decode_step() -> str:
     runs = load(SERVING[0])["runs"]
-    parts = [f"{run['decode_step']['share']:.1%} ({BACKENDS[name.lower()]})" for name, run in runs.items()]
+    names = BACKENDS | DROP_IN
+    parts = [f"{run['decode_step']['share']:.1%} ({names[name.lower()]})" for name, run in runs.items()]
     return f"In a decode step of 16 requests attention takes this part of the GPU's time: {', '.join(parts)}.\n"
 
 
