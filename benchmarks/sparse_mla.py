@@ -17,7 +17,8 @@ medians of the rounds, beside the figure of each and the clocks and temperature 
 every round. The ceilings are measured in the same run; the share of the roofline is the time that the bytes or
 the products need at them, whichever is longer, over the time taken.
 
---triton adds the Triton provider's times. --flashmla DIR needs no vLLM: DIR is the vllm/ of an unpacked wheel,
+--triton adds the Triton provider's times, --others those of FlashInfer and of vLLM's FlashAttention 3, where they
+install and serve such rows. --flashmla DIR needs no vLLM: DIR is the vllm/ of an unpacked wheel,
 of which `_flashmla_C.abi3.so` and `third_party/flashmla/flash_mla_interface.py` are loaded; what needs vLLM's
 gathers is left out.
 """
@@ -37,6 +38,7 @@ import sparse_mla_inputs as inputs
 import torch
 from gpu_watch import Watch
 from sparse_mla_inputs import CALLS, FORMATS, HEADS, PAGE, PAGES, PHASES, PREFILL_CALLS, VALUE_DIM, native
+from sparse_mla_others import others
 from timing import REPLAYS, captured, copy_tb_s, in_turns, microseconds, provenance
 
 LARGEST_DIFFERENCE = 0.1  # of an output from FlashMLA's, relative; the E4M3 cache's RoPE dimensions make 0.02
@@ -59,6 +61,7 @@ def measure(
     stock: inputs.Stock,
     watch: Watch,
     repeat: int,
+    with_others: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """One round: what a measurement is of, and its figures. The first provider's time is `us`."""
     torch.manual_seed(repeat)
@@ -84,11 +87,16 @@ def measure(
                                 f"{', '.join(providers)} are {', '.join(f'{value:.2g}' for value in apart)} away "
                                 "from FlashMLA's, so nothing is compared."
                             )
-                        times = in_turns(*(captured(call, case.calls) for call in (flashmla, *ours)))
+                        more = {}
+                        if with_others:
+                            more = others(case, rows, case.without_sinks(rows), LARGEST_DIFFERENCE)
+                        names = [*providers[1:], *more]
+                        calls = [flashmla, *ours, *more.values()]
+                        times = in_turns(*(captured(call, case.calls) for call in calls))
                         yield {
                             "rows": rows, "phase": name, "heads": heads, "tokens": tokens,
                             "keys": case.keys / tokens, "us": times[1], "flashmla_us": times[0],
-                            **{f"{other}_us": us for other, us in zip(providers[1:], times[2:], strict=True)},
+                            **{f"{other}_us": us for other, us in zip(names, times[2:], strict=True)},
                             "difference": round(apart[0], 5), "gpu": watch.summary(began),
                         }  # fmt: skip
 
@@ -101,7 +109,8 @@ def merged(rounds: list[list[dict[str, Any]]], ceiling: dict[str, float]) -> lis
         row["keys"] = round(statistics.mean(one["keys"] for one in found), 1)
         if row["keys"].is_integer():
             row["keys"] = int(row["keys"])
-        every = {key: [one[key] for one in found] for key in found[0] if key.endswith("us")}
+        times = [key for key in found[0] if key.endswith("us") and all(key in one for one in found)]
+        every = {key: [one[key] for one in found] for key in times}
         every["speedup"] = [one["flashmla_us"] / one["us"] for one in found]
         row |= {key: round(statistics.median(values), 3) for key, values in every.items()}
         # Rows, queries and outputs pass through memory once; both products count for the real heads alone.
@@ -118,15 +127,15 @@ def merged(rounds: list[list[dict[str, Any]]], ceiling: dict[str, float]) -> lis
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    others = sorted({key for row in results for key in row if key.endswith("_us")} - {"flashmla_us"})
+    more = sorted({key for row in results for key in row if key.endswith("_us")} - {"flashmla_us"})
     lines = ["rows  phase      heads tokens    keys        us   FlashMLA  speedup  least   most  share"
-             + "".join(f"{key.removesuffix('_us'):>11}" for key in others)]  # fmt: skip
+             + "".join(f"{key.removesuffix('_us'):>11}" for key in more)]  # fmt: skip
     for row in results:
         ratios = row["rounds"]["speedup"]
         lines.append(
             "{rows:6}{phase:10}{heads:6}{tokens:7}{keys:8.0f}{us:10.1f}{flashmla_us:11.1f}{speedup:9.2f}"
             "{least:7.2f}{most:7.2f}{roofline_share:7.2f}".format(**row, least=min(ratios), most=max(ratios))
-            + "".join(f"{row[key]:11.1f}" if key in row else f"{'':11}" for key in others)
+            + "".join(f"{row[key]:11.1f}" if key in row else f"{'':11}" for key in more)
         )
     return "\n".join(lines)
 
@@ -137,6 +146,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of the whole measurement (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats (default: all)")
     parser.add_argument("--triton", action="store_true", help="also the Triton provider")
+    parser.add_argument("--others", action="store_true", help="also FlashInfer and FlashAttention 3")
     parser.add_argument("--flashmla", type=Path, metavar="DIR", help="FlashMLA of a wheel's vllm/, without vLLM")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -156,7 +166,8 @@ def main() -> int:
     with Watch() as watch:
         for repeat in range(arguments.rounds):
             began = time.monotonic()
-            rounds.append(list(measure(arguments.rows, providers, pools, stock, watch, repeat)))
+            made = measure(arguments.rows, providers, pools, stock, watch, repeat, arguments.others)
+            rounds.append(list(made))
             results = merged(rounds, measured)
             report = {
                 **provenance(),

@@ -7,6 +7,7 @@ window of 128 rows and to picks of its indexer; one of V3.2 (`656`, `576`) to pi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -399,6 +400,17 @@ class Inputs:
         last, start = table.shape[1] * PAGE, lengths(0)
         space, lens = space[:last], lengths(last)
         return lambda i: self.stock.gather_656(pool, space, table[i : i + 1], lens, start, 1)
+
+    def without_sinks(self, rows: str) -> Callable[[], torch.Tensor]:
+        """What our kernels make of the first call's rows if there are no sinks."""
+
+        def output() -> torch.Tensor:
+            same = copy.copy(self)
+            same.sinks, same.out = None, torch.empty_like(self.out)
+            same.ours(rows, flash_mla.pick_provider(self.query.device))(0)
+            return same.out
+
+        return output
 
     def difference(self, ours: Call, flashmla: Call) -> float:
         """Of the outputs of both, relative; outputs of tokens of different lengths count alike."""

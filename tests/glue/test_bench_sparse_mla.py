@@ -4,6 +4,7 @@ Here torch in float64 stands in for FlashMLA, by this file's own reading of the 
 """
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -139,9 +140,9 @@ def few(monkeypatch):
     monkeypatch.setattr(bench, "in_turns", lambda flashmla, *ours: [20.0, 10.0, 40.0][: 1 + len(ours)])
 
 
-def a_round(stock, formats=tuple(inputs.FORMATS), providers=("reference",)):
+def a_round(stock, formats=tuple(inputs.FORMATS), providers=("reference",), others=False):
     with bench.Watch() as watch:
-        return list(bench.measure(formats, providers, inputs.Pools(), stock, watch, 0))
+        return list(bench.measure(formats, providers, inputs.Pools(), stock, watch, 0, others))
 
 
 def test_a_round(few):
@@ -166,6 +167,66 @@ def test_a_round(few):
 def test_other_providers_have_times_of_their_own(few):
     found = a_round(stand_in(), ["576"], ["reference", "reference"])
     assert {(row["us"], row["reference_us"]) for row in found} == {(10.0, 40.0)}
+
+
+class Wrapper:
+    """FlashInfer's, by its documented arguments."""
+
+    def __init__(self, workspace, backend):
+        assert backend == "fa3"
+
+    def plan(self, *arguments):
+        names = ("q_starts", "starts", "pages", "lens", "heads", "value_dim", "rope_dim", "page_size", "causal",
+                 "scale", "q_dtype", "kv_dtype")  # fmt: skip
+        self.__dict__ |= dict(zip(names, arguments, strict=True))
+        assert (self.page_size, self.causal, self.value_dim) == (1, False, 512)
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, *, ckv_scale=None, kpe_scale=None):
+        assert ckv_cache.dtype == self.kv_dtype and q_pe.shape[-1] == kpe_cache.shape[-1] == self.rope_dim
+        assert (ckv_scale is not None) == (self.kv_dtype == torch.float8_e4m3fn)
+        query, keys = torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache.bfloat16(), kpe_cache.bfloat16()), -1)
+        out = torch.empty_like(q_nope)
+        for token, (start, length) in enumerate(zip(self.starts[:-1], self.lens, strict=True)):
+            own = keys[self.pages[start : start + length].long(), 0]
+            out[token] = attend(query[token], own, self.scale, None)
+        return out
+
+
+def flash_attn_varlen_func(
+    q, k, v, q_v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, softmax_scale, causal,
+    fa_version,
+):  # fmt: skip
+    assert (max_seqlen_q, causal, fa_version) == (1, True, 3) and cu_seqlens_q.tolist() == [*range(len(q) + 1)]
+    assert k.shape[1:] == (1, 1, 64) and v.shape[1:] == (1, 1, 512) and max_seqlen_k == block_table.shape[1]
+    query, keys = torch.cat((q_v, q), -1), torch.cat((v, k), -1)[:, 0, 0]
+    rows = (keys[pages[:length].long()] for pages, length in zip(block_table, seqused_k, strict=True))
+    return torch.stack([attend(*of_token, softmax_scale, None) for of_token in zip(query, rows, strict=True)])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_others_have_times_where_they_serve(few, monkeypatch, capsys, old):
+    monkeypatch.setattr(bench, "HEADS", (8,))
+    phases = {name: inputs.PHASES[name] for name in ("mixed", "prefill")}
+    monkeypatch.setattr(bench, "PHASES", phases)
+    monkeypatch.setattr(bench, "in_turns", lambda *calls: [20.0, 10.0, 40.0, 50.0][: len(calls)])
+    monkeypatch.setattr("sparse_mla_others._missing", set())
+    wrapper = type("Old", (Wrapper,), {"run": lambda self, q_nope: None}) if old else Wrapper
+    for name, content in (("flashinfer.mla", {"BatchMLAPagedAttentionWrapper": wrapper}),
+                          ("vllm.vllm_flash_attn.flash_attn_interface", {
+                              "flash_attn_varlen_func": flash_attn_varlen_func})):  # fmt: skip
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name.rpartition(".")[0], types.ModuleType(name.rpartition(".")[0]))
+        monkeypatch.setitem(sys.modules, name, module)
+    found = {(row["rows"], row["phase"]): {key for key in row if key.endswith("_us")} - {"flashmla_us"}
+             for row in a_round(stand_in(), ["e4m3", "bf16", "584", "576"], others=True)}  # fmt: skip
+    fi = set() if old else {"flashinfer_us"}
+    assert found == {
+        ("e4m3", "mixed"): fi, ("bf16", "mixed"): fi, ("584", "mixed"): set(), ("e4m3", "prefill"): fi,
+        ("bf16", "prefill"): fi, ("584", "prefill"): set(), ("576", "prefill"): {*fi, "fa3_us"},
+    }  # fmt: skip
+    words = "flashinfer is left out: ImportError: FlashInfer is older than 0.6.18"
+    assert capsys.readouterr().out.count(words) == old
 
 
 def test_without_gathers_their_prefills_are_left_out(few):
