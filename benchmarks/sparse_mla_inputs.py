@@ -362,9 +362,10 @@ class Inputs:
             tile_scheduler_metadata=plan, softmax_scale=self.scale, is_fp8_kvcache=True, out=out[:, None],
         )  # fmt: skip
         window, picked = of.window[:, :, None].contiguous(), of.picked[:, :, None].contiguous()
-        if rows == "656":
-            lens = None if int(of.picked_lens.min()) == picked.shape[-1] else of.picked_lens
-            return lambda i: module.flash_mla_with_kvcache(**common, indices=picked[i], topk_length=lens)
+        if rows == "656":  # FlashMLA takes no lengths there: rows that are missing are -1
+            column = torch.arange(picked.shape[-1], device=DEVICE)
+            picked = picked.masked_fill((column >= of.picked_lens[:, None])[:, None], -1)
+            return lambda i: module.flash_mla_with_kvcache(**common, indices=picked[i])
         return lambda i: module.flash_mla_with_kvcache(
             **common, indices=window[i], topk_length=of.window_lens, attn_sink=sinks, extra_k_cache=pool,
             extra_indices_in_kvcache=picked[i], extra_topk_length=of.picked_lens,
@@ -374,7 +375,8 @@ class Inputs:
         self, kv: torch.Tensor, rows: Rows, module: Stock, query: torch.Tensor, sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> Call:  # fmt: skip
-        indices, lens = rows.packed(), rows.lens
+        indices = rows.packed()
+        lens = None if int(rows.lens.min()) == indices.shape[-1] else rows.lens
         return lambda i: module.flash_mla_sparse_fwd(
             q=query, kv=kv, indices=indices[i, :, None], sm_scale=self.scale, attn_sink=sinks, topk_length=lens,
             out=out,

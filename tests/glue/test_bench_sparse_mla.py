@@ -96,17 +96,17 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache=None, extra_topk_length=None, is_fp8_kvcache=False, head_dim_v=0, **rest,
 ):  # fmt: skip
     assert is_fp8_kvcache and head_dim_v == 512 and rest["tile_scheduler_metadata"] == "plan"
-    assert q.shape[2] in (64, 128)
+    assert q.shape[2] in (64, 128) and (topk_length is None) == (q.shape[3] == 576)
     for token in range(len(q)):
         found = [k_cache, indices, topk_length], [extra_k_cache, extra_indices_in_kvcache, extra_topk_length]
         keys = [row_of(cache, row) for cache, slots, lens in found if cache is not None
-                for row in slots[token, 0, : None if lens is None else lens[token]]]  # fmt: skip
+                for row in slots[token, 0, : None if lens is None else lens[token]] if row >= 0]  # fmt: skip
         out[token, 0] = attend(q[token, 0], torch.stack(keys), softmax_scale, attn_sink)
 
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, attn_sink, topk_length, out):
     assert q.shape[1] in (64, 128)
-    for token, length in enumerate(topk_length):
+    for token, length in enumerate([None] * len(q) if topk_length is None else topk_length):
         out[token] = attend(q[token], kv[indices[token, 0, :length].long(), 0], sm_scale, attn_sink)
 
 
