@@ -23,16 +23,18 @@ from charts import ROWS, kernel_results
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
-# Phases of sparse_mla.py.
-DECODE = {
-    "decode": "decode of {}",
-    "mixed": "decode of {}, mixed lengths",
-    "one_long": "decode of {}, one of them long",
-}
-PREFILL = {
-    "prompt": "prefill of {}",
-    "prefill": "prefill of {}, end of a long prompt",
-    "scattered": "prefill of {}, scattered rows",
+# Phases of sparse_mla.py, those of decode and those of prefill.
+PHASES = {
+    "decode": {
+        "decode": "decode of {}",
+        "mixed": "decode of {}, mixed lengths",
+        "one_long": "decode of {}, one of them long",
+    },
+    "prefill": {
+        "prompt": "prefill of {}",
+        "prefill": "prefill of {}, end of a long prompt",
+        "scattered": "prefill of {}, scattered rows",
+    },
 }
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
@@ -62,11 +64,11 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(store: str, phases: Iterable[str]) -> dict[tuple[str, int, int], float]:
-    """(phase, tokens, heads) -> time of FlashMLA over that of the native kernels."""
+def speedups(store: str, kind: str) -> dict[tuple[str, int, int], float]:
+    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours."""
     rows = kernel_results(ROOT / "benchmarks/results")["results"]
     return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
-            if row["rows"] == ROWS.get(store, store) and row["phase"] in phases}  # fmt: skip
+            if row["rows"] == ROWS.get(store, store) and row["phase"] in PHASES[kind]}  # fmt: skip
 
 
 def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
@@ -89,7 +91,7 @@ def kl(name: str, pair: str) -> float:
 
 
 def headline() -> str:
-    times = span(speedups("fp8", DECODE).values(), ".1f")
+    times = span(speedups("fp8", "decode").values(), ".1f")
     more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
     return (
         f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as\n"
@@ -103,8 +105,8 @@ def summary() -> str:
     stock, requests = capacity["flashmla"], served()
     rows = [["Tokens in 1 GiB of cache", stock,
              *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
-    for title, phases in (("decode", DECODE), ("prefill", PREFILL)):
-        rows.append([f"Attention, {title}", 1, *(span(speedups(s, phases).values()) for s in ("fp8", "bf16"))])
+    for phase in ("decode", "prefill"):
+        rows.append([f"Attention, {phase}", 1, *(span(speedups(s, phase).values()) for s in ("fp8", "bf16"))])
     for what, title, power in (
         ("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1),
     ):  # fmt: skip
@@ -119,18 +121,18 @@ def attention(
 ) -> str:
     """All calls, or those of some phases and numbers of tokens."""
     rows: dict[str, dict[int, float]] = {}
-    titles = DECODE | PREFILL
     for store, title in stores:
-        for (phase, tokens, heads), ratio in speedups(store, titles).items():
-            if not calls or (phase, tokens) in calls:
-                rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
+        for kind, titles in PHASES.items():
+            for (phase, tokens, heads), ratio in speedups(store, kind).items():
+                if not calls or (phase, tokens) in calls:
+                    rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
     heads = sorted({number for by in rows.values() for number in by})
     cells = ([call, *(f"{by[h]:.2f}" if h in by else "" for h in heads)] for call, by in rows.items())
     return markdown(["heads on each GPU", *heads], cells)
 
 
 def by_heads() -> str:
-    prompt = ("prompt", 4096, 8) in speedups("fp8", PREFILL)
+    prompt = ("prompt", 4096, 8) in speedups("fp8", "prefill")
     return attention([("decode", 16), ("prompt" if prompt else "scattered", 4096)])
 
 
