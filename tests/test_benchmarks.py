@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import e2e  # noqa: E402
 import features_e2e  # noqa: E402
 import gpu_watch  # noqa: E402
+import long_context  # noqa: E402
 import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
 
@@ -103,6 +104,7 @@ def test_throughput_of_several_starts(tmp_path):
     """Runs in turns; medians, and the least and most that two starts leave open."""
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    assert [throughput.ENVIRONMENT[run]["VLLM_DSV4_DROP_IN"] for run in ("flashmla", "drop_in")] == ["0", "1"]
     args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla"])
     assert args.runs == ["flashmla", "fp8", "flashmla-2", "fp8-2"]
     job = throughput.make_job(args, "fp8-2", None)
@@ -153,3 +155,63 @@ def test_secrets_are_no_part_of_a_result(monkeypatch):
 def test_names_of_our_kernels():
     names = features_e2e.our_kernels()
     assert {"_insert_kernel", "_compress_kernel", "_build_kernel", "_attend_kernel"} <= names
+
+
+LONG_RUN = """
+import json, pathlib, sys
+job = json.loads(pathlib.Path(sys.argv[2]).read_text())
+print("INFO Available KV cache memory: 101.50 GiB")
+print("INFO GPU KV cache size: 1,234,567 tokens")
+out = pathlib.Path(job["out"])
+kind = {kinds!r}[job["run"]]
+if kind == "late":
+    out.write_text(json.dumps(dict(served=False)))
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB.")
+if kind == "early":
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB.")
+if kind == "other":
+    out.write_text(json.dumps(dict(served=False)))
+    sys.exit("ValueError: no")
+out.write_text(json.dumps(dict(served=True, seconds=7.0)))
+"""
+
+
+@pytest.mark.parametrize(
+    "kinds, status, words",
+    [
+        ({"fp8": "served", "fp8_without": "late"}, 0, ["served in 7.0 s", "Tried to allocate 1.02 GiB."]),
+        ({"fp8": "served", "fp8_without": "served"}, 1, ["served in", "served too, so the run beside it shows"]),
+        ({"fp8": "served", "fp8_without": "early"}, 1, ["served in", "ended otherwise: 1"]),
+        ({"fp8": "late", "fp8_without": "other"}, 1, ["Tried to allocate 1.02", "ended otherwise: 1"]),
+        ({"fp8": "other"}, 1, ["not served: 1"]),
+    ],
+)
+def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, kinds, status, words):
+    """Only running out of memory while the prompt is served shows that the reservation is needed."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(LONG_RUN.format(kinds=kinds))
+    run_child = long_context.run_child
+    monkeypatch.setattr(long_context, "machine", dict)
+    monkeypatch.setattr(
+        long_context, "run_child",
+        lambda command, *rest: run_child([command[0], str(stub), *command[2:]], *rest),
+    )  # fmt: skip
+    out = tmp_path / "long.json"
+    assert long_context.main(["--out", str(out), "--runs", ",".join(kinds)]) == status
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == list(kinds)
+    assert all(word in run["verdict"] for word, run in zip(words, runs.values(), strict=True)), runs
+    assert runs["fp8"]["available_kv_gib"] == 101.5 and runs["fp8"]["kv_cache_tokens"] == 1234567
+    assert json.loads(out.read_text())["table_mib"] == 1040
+
+
+def test_arguments_of_a_million_tokens(capsys):
+    job = {"run": "bf16_without", "model": "m", "context": 1 << 20, "tokens": 8192}
+    arguments = long_context.engine_arguments(job)
+    assert arguments["kv_cache_dtype"] == "bfloat16" and arguments["max_model_len"] == 1 << 20
+    assert "kv_cache_memory_bytes" not in arguments
+    assert long_context.model_config()["compress_ratios"].count(128) == 1
+    for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"], ["--slack-mib", "-1"]:
+        with pytest.raises(SystemExit):
+            long_context.parse_args(["--out", "x.json", *wrong])
+        assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]

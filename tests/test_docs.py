@@ -94,18 +94,19 @@ def test_a_stale_figure_is_found_and_mended():
         tables.written("<!-- figures: unheard_of -->\n<!-- end of figures -->\n")
 
 
-def test_speed_ups_are_of_the_native_kernels_and_of_valid_runs(monkeypatch):
-    measured = {"provider": "sm90", "cache": "fp8", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
-    rows = [measured, measured | {"provider": "triton", "speedup": 9}, measured | {"cache": "bf16", "speedup": 9}]
+def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
+    measured = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
+    rows = [measured, measured | {"rows": "584", "speedup": 9}, measured | {"phase": "prefill", "speedup": 9}]
+    rows.append(measured | {"phase": "mixed", "tokens": 128, "speedup": 3.0})
+    monkeypatch.setattr(tables, "kernel_results", lambda folder: {"results": rows})
     run = {"output_throughput": 1.0, "compiled": []}
     invalid = {"16": run, "64": run | {"compiled": ["kernel"]}}
     results = {
-        tables.ATTENTION: {"results": rows},
         "a": {"runs": {"FlashMLA": {"concurrency": {"16": run, "64": run}}, "FP8": {"concurrency": invalid}}},
         "b": {"runs": {"FlashMLA": {"concurrency": {"256": run}}, "FP8": {"concurrency": {"256": run}}}},
     }
     monkeypatch.setattr(tables, "load", results.get)
-    assert tables.speedups("fp8", "decode") == {("full", 1, 8): 2.0}
+    assert tables.speedups("fp8", "decode") == {("decode", 1, 8): 2.0, ("mixed", 128, 8): 3.0}
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
