@@ -119,6 +119,50 @@ def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Nee
     return count, missing
 
 
+# ---------------------------------------------------------------- what is used
+
+
+def imports(path: str, data: bytes) -> set[str]:
+    """The dotted names that the file at `path` imports, or names in a string to import later.
+
+    `from a import b` gives a and a.b, since b may be a module. A name in a string counts only if it is the whole
+    string, as in importlib.import_module("vllm.x") or a table of class paths, so that prose does not.
+    Raises SyntaxError, ValueError.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(data, path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, path)
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
+            found.add(node.value)
+    return found
+
+
+def reached(ours: Files, roots: set[str]) -> set[str]:
+    """The files of the overlay that the modules `roots` lead to. Raises SyntaxError, ValueError."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+               for path in ours if path.endswith(".py")}  # fmt: skip
+    found: set[str] = set()
+    new = roots
+    while new:
+        # Importing a.b.c runs a and a.b first.
+        names = {name.rsplit(".", cut)[0] for name in new for cut in range(name.count(".") + 1)}
+        paths = {modules[name] for name in names if name in modules} - found
+        found |= paths
+        new = {name for path in paths for name in imports(path, ours[path])}
+    # Anything else (a .cu, a .json) is used if a file that is used names it.
+    while True:
+        text = b"\n".join(ours[path] for path in found)
+        more = {path for path in ours.keys() - found
+                if not path.endswith(".py") and path.rpartition("/")[2].encode() in text}  # fmt: skip
+        if not more:
+            return found
+        found |= more
+
+
 # ---------------------------------------------------------------- what is overridden
 
 

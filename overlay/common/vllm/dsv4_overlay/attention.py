@@ -20,6 +20,7 @@ from vllm.third_party.mla_kernels import (
     pick_provider,
     sparse_mla,
 )
+from vllm.third_party.mla_kernels.interface import SWA_COLUMNS
 from vllm.third_party.mla_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
@@ -271,6 +272,17 @@ def _index_table(
     tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
     key = (id(swa_metadata), ratio)
     if key in tables:
+        return tables[key]
+    if getattr(swa_metadata, "decode_swa_width", 0) > SWA_COLUMNS:
+        # A block of DSpark's drafts, each of which sees the window before the block and
+        # the whole block. vLLM has made the list; what is over 128 columns is looked up
+        # in the second pool, which is the first one where there is no compressed cache.
+        length = swa_metadata.decode_swa_lens[:tokens]
+        tables[key] = SparseIndexTable(
+            indices=swa_metadata.decode_swa_indices[:tokens].squeeze(1),
+            lens=length.clamp(min=SWA_COLUMNS),
+            visible=length,
+        )
         return tables[key]
     compressed = {}
     if compressed_metadata is not None:
