@@ -197,9 +197,9 @@ def preemption(run: Run) -> None:
     preempted: list[str] = []
     stock = run.scheduler._preempt_request
 
-    def preempt(request: Any, *args: Any) -> None:
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
         preempted.append(request.request_id)
-        stock(request, *args)
+        stock(request, *args, **kwargs)
 
     run.scheduler._preempt_request = preempt
     prompts = make_prompts(list(range(5, 53, 2)), run.job["vocab"], seed=2)
