@@ -251,6 +251,8 @@ def test_rounds_are_shown_beside_their_median():
     (found,) = bench.merged(rounds, {"copy_tb_s": 4.0, "bf16_product_tflop_s": 800.0})
     assert (found["us"], found["flashmla_us"], found["speedup"], found["keys"]) == (10.0, 20.0, 2.0, 640)
     assert found["rounds"]["speedup"] == [2.0, 1.0, 3.0]
+    named = ("rows", "phase", "heads", "tokens", "keys", "us", "flashmla_us", "speedup", "roofline_share")
+    assert found.keys() >= {*named}
     moved = 1280 * 512 + 2 * 2 * 64 * 512 * 2
     assert found["roofline_share"] == pytest.approx(moved / 4e12 / 10e-6, abs=1e-3)
     line = "e4m3  decode        64      2     640      10.0       20.0     2.00   1.00   3.00   0.02       50.0"
