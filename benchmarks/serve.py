@@ -16,16 +16,16 @@ turns while the others idle. vLLM cannot measure its memory beside others, so --
 cache of each gets. (Of --share-of 4 a server takes 43 GiB beside its cache, 38 of them weights: two fit an
 H200 with 20 GiB of cache each.) The result counts requests that were preempted because a cache was full.
 
-Before the --repeat measurements of a number of prompts comes one that does not
-count, of as many prompts of the same length with fewer tokens out: what is compiled depends on the
-tokens in a step, and its steps are the same. What is compiled while the clock runs all the same (new
-libraries in the caches of Triton, TileLang, DeepGEMM and FlashInfer), the result names. It has the
-median of the repetitions, every figure, and the clocks and temperature meanwhile. What is in --work is
-not measured again, so an interrupted command can be given once more; --output-len and --concurrency
-make it shorter, and the result says so. --profile adds, with the first concurrency, the share of
-attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine with
-fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
-share of the heads, of the width of every expert and of the vocabulary, and nothing sent between GPUs.
+Before the --repeat measurements of a number of prompts comes one that does not count, of as many prompts of
+the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps are
+the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
+TileLang, DeepGEMM and FlashInfer), the result names. It has the median of the repetitions, every figure,
+and the clocks and temperature meanwhile. What is in --work is not measured again, so an interrupted command
+can be given once more; --output-len and --concurrency make it shorter, and the result says so. --profile
+adds, with the first concurrency, the share of attention in the GPU time of decode steps, by torch's
+profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what one
+of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
+the vocabulary, and nothing sent between GPUs.
 
 The `vllm` on PATH serves, or without one the vLLM of this Python, which is the client. What makes the
 start shorter, for all runs alike (the result has the environment and the options):

@@ -26,6 +26,7 @@ gathers is left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -54,6 +55,20 @@ def ceilings() -> dict[str, float]:
     }
 
 
+def cases(formats: list[str], pools: inputs.Pools, stock: inputs.Stock) -> Iterator[tuple[str, inputs.Inputs]]:
+    """Rows, and a call over them; formats of one model share queries and indices."""
+    for name, phase in PHASES.items():
+        for tokens, model in itertools.product(phase.tokens, phase.models):
+            drawn: dict[int, inputs.Rows] = {}
+            for heads in HEADS if (wanted := [rows for rows in formats if FORMATS[rows].model == model]) else ():
+                top_k = inputs.top_k(model, heads)
+                if top_k not in drawn:
+                    drawn = {top_k: phase.rows(model, tokens, top_k)}
+                case = inputs.Inputs(name, drawn[top_k], model, heads, pools, stock)
+                for rows in wanted:
+                    yield rows, case
+
+
 def measure(
     formats: list[str],
     providers: list[str],
@@ -65,40 +80,27 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One round: what a measurement is of, and its figures. The first provider's time is `us`."""
     torch.manual_seed(repeat)
-    for name, phase in PHASES.items():
-        for tokens in phase.tokens:
-            for model in phase.models:
-                wanted = [rows for rows in formats if FORMATS[rows].model == model]
-                drawn: dict[int, inputs.Rows] = {}
-                for heads in HEADS if wanted else ():
-                    top_k = inputs.top_k(model, heads)
-                    if top_k not in drawn:
-                        drawn = {top_k: phase.rows(model, tokens, top_k)}
-                    case = inputs.Inputs(name, drawn[top_k], model, heads, pools, stock)
-                    for rows in wanted:
-                        began = time.monotonic()
-                        if (flashmla := case.flashmla(rows)) is None:
-                            continue
-                        ours = [case.ours(rows, provider) for provider in providers]
-                        apart = [case.difference(call, flashmla) for call in ours]
-                        if not max(apart) < LARGEST_DIFFERENCE:
-                            sys.exit(
-                                f"error: {name} of {rows} rows, {heads} heads, {tokens} tokens: outputs of "
-                                f"{', '.join(providers)} are {', '.join(f'{value:.2g}' for value in apart)} away "
-                                "from FlashMLA's, so nothing is compared."
-                            )
-                        more = {}
-                        if with_others:
-                            more = others(case, rows, case.without_sinks(rows), LARGEST_DIFFERENCE)
-                        names = [*providers[1:], *more]
-                        calls = [flashmla, *ours, *more.values()]
-                        times = in_turns(*(captured(call, case.calls) for call in calls))
-                        yield {
-                            "rows": rows, "phase": name, "heads": heads, "tokens": tokens,
-                            "keys": case.keys / tokens, "us": times[1], "flashmla_us": times[0],
-                            **{f"{other}_us": us for other, us in zip(names, times[2:], strict=True)},
-                            "difference": round(apart[0], 5), "gpu": watch.summary(began),
-                        }  # fmt: skip
+    for rows, case in cases(formats, pools, stock):
+        began = time.monotonic()
+        if (flashmla := case.flashmla(rows)) is None:
+            continue
+        ours = [case.ours(rows, provider) for provider in providers]
+        apart = [case.difference(call, flashmla) for call in ours]
+        if not max(apart) < LARGEST_DIFFERENCE:
+            sys.exit(
+                f"error: {case.phase} of {rows} rows, {case.heads} heads, {case.tokens} tokens: outputs of "
+                f"{', '.join(providers)} are {', '.join(f'{value:.2g}' for value in apart)} away from FlashMLA's, "
+                "so nothing is compared."
+            )
+        more = others(case, rows, case.without_sinks(rows), LARGEST_DIFFERENCE) if with_others else {}
+        calls = [flashmla, *ours, *more.values()]
+        flashmla_us, us, *times = in_turns(*(captured(call, case.calls) for call in calls))
+        yield {
+            "rows": rows, "phase": case.phase, "heads": case.heads, "tokens": case.tokens,
+            "keys": case.keys / case.tokens, "us": us, "flashmla_us": flashmla_us,
+            **{f"{name}_us": value for name, value in zip([*providers[1:], *more], times, strict=True)},
+            "difference": round(apart[0], 5), "gpu": watch.summary(began),
+        }  # fmt: skip
 
 
 def merged(rounds: list[list[dict[str, Any]]], ceiling: dict[str, float]) -> list[dict[str, Any]]:
