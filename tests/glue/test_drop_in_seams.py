@@ -41,6 +41,8 @@ def test_all_series_of_the_release_are_applied(record, stack):
 @pytest.mark.parametrize("name", ["drop-in", "full-width", None])
 def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, name):
     """Onto the files they touch or rely on, as released; what they make is Python, and every byte comes back."""
+    if name is None and len(stack.releases) == 1:
+        pytest.skip("this release has one series")
     options = ["--series", name] if name else []
     originals = applied / "vllm/_dsv4_overlay/originals"
     files = {path: (applied / path).read_bytes() for path in ["vllm/__init__.py", *stack.relied_on]}
