@@ -1,29 +1,18 @@
-"""Runs in a process of its own: vLLM's DeepSeek V3.2 or GLM-5 loads a mini checkpoint with its own loader.
+"""Runs in a process of its own: vLLM's DeepSeek V3.2 or GLM-5, with MLA_KERNELS_SPARSE, loads a mini checkpoint.
 
-The model's name is the argument. Prints which parameters were not loaded, and which of some hold other values than
-were drawn. Kernels are left out.
+The model's name and the cache dtype are the arguments. Prints which parameters were not loaded, which of some hold
+other values than were drawn, and the attention layers' class and cache. Kernels are left out, FlashMLA's too.
 """
 
 import importlib.util
 import json
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import hopper
 import torch
 
-
-class Kernels(types.ModuleType):
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-# What the attention layer looks for when it is made.
-for name in ("_flashmla_C", "_flashmla_extension_C", "third_party.flashmla.flash_mla_interface"):
-    sys.modules[f"vllm.{name}"] = Kernels(name)
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.layouts import FP8, Fp8Blocks  # noqa: E402
@@ -35,7 +24,7 @@ from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E40
 from vllm.model_executor.models import deepseek_v2  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill import flash_attn  # noqa: E402
-from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 
 MODULE = mini.MODELS[sys.argv[1]]
 SHAPE = MODULE.Shape(hidden=512, layers=2, heads=8, q_lora=256, index_heads=8, intermediate=256,
@@ -70,9 +59,10 @@ class Experts(torch.nn.Module):
 
 
 def build(folder):
+    register_backend(AttentionBackendEnum.CUSTOM, "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend")
     config = hopper.EngineArgs(
         model=str(folder), skip_tokenizer_init=True, max_model_len=4096, enforce_eager=True,
-        attention_backend="FLASHMLA_SPARSE", hf_overrides={"quantization_config": None},
+        attention_backend="CUSTOM", kv_cache_dtype=sys.argv[2], hf_overrides={"quantization_config": None},
     ).create_engine_config()  # fmt: skip
     # The check of `quantization_config` imports every method's kernels.
     ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignored_layers"]
@@ -80,6 +70,7 @@ def build(folder):
     hopper.platforms._current_platform.device_type = "cpu"
     deepseek_v2.FusedMoE, deepseek_v2.SiluAndMul = Experts, Nothing
     flash_attn.flash_attn_varlen_func = print
+    torch.cuda.Stream = Nothing
     modules = [deepseek_v2]
     if importlib.util.find_spec("vllm.models.deepseek_v32"):  # 0.33.0
         modules.append(importlib.import_module("vllm.models.deepseek_v32.attention"))
@@ -88,8 +79,6 @@ def build(folder):
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         initialize_model_parallel(1)
-        torch.accelerator.empty_cache = lambda: None  # a CPU has none
-        init_workspace_manager(torch.device("cpu"))
         return initialize_model(config), config
 
 
@@ -138,7 +127,18 @@ def main():
         if have.shape != want.shape or not torch.equal(have, want):
             differ.append(name)
     missing = sorted(set(parameters) - names)
-    print("\n" + json.dumps({"model": type(model).__name__, "missing": missing, "differ": differ}))
+    context = config.compilation_config.static_forward_context
+    layers = [layer for layer in context.values() if hasattr(layer, "impl")]
+    found = {
+        "missing": missing,
+        "differ": differ,
+        "layers": len(layers),
+        "impl": sorted({f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in layers}),
+        "cache": sorted({layer.kv_cache_dtype for layer in layers}),
+        "page": sorted({layer.get_kv_cache_spec(config).page_size_bytes for layer in layers}),
+        "block": config.cache_config.block_size,
+    }
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

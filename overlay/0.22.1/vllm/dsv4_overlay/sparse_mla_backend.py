@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.dsv4_overlay.backend import overriding
 from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, attend
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
 from vllm.v1.attention.backend import (
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
+@overriding()
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:

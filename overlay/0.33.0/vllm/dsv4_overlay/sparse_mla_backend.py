@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
+@overriding()
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(
@@ -48,6 +49,7 @@ class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
         return SparseMLAImpl
 
 
+@overriding()
 class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls = SparseMLACommonMetadata
