@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import hopper
@@ -18,6 +19,7 @@ import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.layouts import FP8, Fp8Blocks  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.dsv4_overlay import adapter  # noqa: E402
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
@@ -26,6 +28,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill import flash_attn  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 
+deepseek = [deepseek_v2]
+if importlib.util.find_spec("vllm.models.deepseek_v32"):  # 0.33.0
+    deepseek.append(importlib.import_module("vllm.models.deepseek_v32.attention"))
 MODULE = mini.MODELS[sys.argv[1]]
 SHAPE = MODULE.Shape(hidden=512, layers=2, heads=8, q_lora=256, index_heads=8, intermediate=256,
                      moe_intermediate=128, experts=8, vocab=1024)  # fmt: skip
@@ -59,7 +64,7 @@ class Experts(torch.nn.Module):
 
 
 def build(folder):
-    register_backend(AttentionBackendEnum.CUSTOM, "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend")
+    register_backend(AttentionBackendEnum.CUSTOM, adapter.SPARSE_MLA_BACKEND)
     config = hopper.EngineArgs(
         model=str(folder), skip_tokenizer_init=True, max_model_len=4096, enforce_eager=True,
         attention_backend="CUSTOM", kv_cache_dtype=sys.argv[2], hf_overrides={"quantization_config": None},
@@ -71,10 +76,7 @@ def build(folder):
     deepseek_v2.FusedMoE, deepseek_v2.SiluAndMul = Experts, Nothing
     flash_attn.flash_attn_varlen_func = print
     torch.cuda.Stream = Nothing
-    modules = [deepseek_v2]
-    if importlib.util.find_spec("vllm.models.deepseek_v32"):  # 0.33.0
-        modules.append(importlib.import_module("vllm.models.deepseek_v32.attention"))
-    for module in modules:
+    for module in deepseek:
         module.SparseAttnIndexer = Nothing
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
@@ -101,6 +103,18 @@ def loaded(parameters, name):
     return w * scale[: w.shape[0], : w.shape[1]]
 
 
+def next_token_layer(config):
+    """The draft's model, made as vLLM does: with the same layers and the target's configuration."""
+    if len(deepseek) > 1:
+        from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP as Draft
+    else:
+        from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP as Draft
+    draft = types.SimpleNamespace(hf_config=config.model_config.hf_config)
+    config.speculative_config = types.SimpleNamespace(draft_model_config=draft, num_speculative_tokens=1)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        return Draft(vllm_config=config)
+
+
 @torch.no_grad()
 def main():
     folder = Path(tempfile.mkdtemp())
@@ -108,8 +122,8 @@ def main():
     assert type(recipe.layout) is Fp8Blocks
     mini.write_checkpoint(folder, recipe, log=lambda _: None)
     model, config = build(folder)
-    weights = get_model_loader(config.load_config).get_all_weights(config.model_config, model)
-    names = model.load_weights(weights)
+    loader = get_model_loader(config.load_config)
+    names = model.load_weights(loader.get_all_weights(config.model_config, model))
     parameters = dict(model.named_parameters())
     layer = "model.layers.1."
     parts = {
@@ -138,7 +152,11 @@ def main():
         "page": sorted({layer.get_kv_cache_spec(config).page_size_bytes for layer in layers}),
         "block": config.cache_config.block_size,
     }
-    print("\n" + json.dumps(found))
+    print("\n" + json.dumps(found), flush=True)
+    draft = next_token_layer(config)
+    names = draft.load_weights(loader.get_all_weights(config.model_config, draft))
+    found["missing"] += sorted(set(dict(draft.named_parameters())) - names)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

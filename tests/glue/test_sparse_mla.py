@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.dsv4_overlay import sparse_mla, sparse_mla_backend
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
+
+sparse_mla_backend = pytest.importorskip("vllm.dsv4_overlay.sparse_mla_backend", reason="only in 0.22 and 0.33.0")
+from vllm.dsv4_overlay import backend  # noqa: E402
 
 BACKEND = sparse_mla_backend.SparseMLABackend
 NEWER = hasattr(sparse_utils, "flat_kv_row_view")  # 0.33.0: metadata, picks and slots are vLLM's
@@ -153,7 +155,7 @@ def reasons(monkeypatch, capability=(9, 0), heads=16, rank=1536, **change):
             hf_text_config=SimpleNamespace(q_lora_rank=rank), get_num_attention_heads=lambda parallel: heads
         ),
     )
-    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
     arguments = dict(
         head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
         use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.22.1 (and 0.22.0): its backend, metadata and
-implementation. `sparse_mla` says what it is."""
+implementation. `backend` says what it is."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import overriding
-from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, attend
+from vllm.dsv4_overlay.backend import (
+    PAGE,
+    SparseMLABackendMixin,
+    attend_slots,
+    overriding,
+)
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -148,4 +152,4 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
             attn_metadata.block_table,
             attn_metadata.block_size,
         )
-        return attend(q, kv_c_and_k_pe_cache, slots, self.scale), None
+        return attend_slots(q, kv_c_and_k_pe_cache, slots, self.scale), None

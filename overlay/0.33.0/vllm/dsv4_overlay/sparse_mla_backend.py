@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.33.0: metadata, picks and their slots are vLLM's own.
-`sparse_mla` says what it is."""
+`backend` says what it is."""
 
 from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import overriding
-from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, attend
+from vllm.dsv4_overlay.backend import (
+    PAGE,
+    SparseMLABackendMixin,
+    attend_slots,
+    overriding,
+)
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -83,4 +87,4 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
     ) -> tuple[torch.Tensor, None]:
         # Slots count the rows that lie between blocks: one block of them all.
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        return attend(q, rows.unsqueeze(0), topk_indices, self.scale), None
+        return attend_slots(q, rows.unsqueeze(0), topk_indices, self.scale), None
