@@ -29,6 +29,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy_e2e  # noqa: E402
 import e2e  # noqa: E402
 import make_mini_checkpoint as mini  # noqa: E402
+from mini_checkpoint import deepseek_v4, layouts, tokenizer  # noqa: E402
+from mini_checkpoint.recipe import rng  # noqa: E402
 
 TINY = mini.Shape(
     hidden=256,
@@ -63,7 +65,7 @@ ALLOWED = [
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     out = tmp_path_factory.mktemp("mini")
-    mini.write_checkpoint(out, TINY, seed=3, log=lambda _: None)
+    mini.write_checkpoint(out, mini.Recipe(TINY, 3), log=lambda _: None)
     return out
 
 
@@ -87,7 +89,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def test_same_seed_same_bytes(checkpoint, tmp_path):
-    mini.write_checkpoint(tmp_path, TINY, seed=3, threads=1, log=lambda _: None)
+    mini.write_checkpoint(tmp_path, mini.Recipe(TINY, 3), threads=1, log=lambda _: None)
     assert digest(tmp_path) == digest(checkpoint)
 
 
@@ -99,7 +101,7 @@ def test_other_weights_are_left_alone(tmp_path):
             (tmp_path / "config.json").write_text(config)
             before["config.json"] = config.encode()
         with pytest.raises(ValueError, match="holds other weights"):
-            mini.write_checkpoint(tmp_path, TINY, log=lambda _: None)
+            mini.write_checkpoint(tmp_path, mini.Recipe(TINY, 3), log=lambda _: None)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -113,7 +115,7 @@ def test_names(tensors):
     assert [n for n in tensors if not allowed.fullmatch(n)] == []
     for n, t in tensors.items():
         scaled = n.removesuffix("weight") + "scale"
-        assert (t.dtype == mini.FP8) == (n.endswith(".weight") and scaled in tensors), n
+        assert (t.dtype == layouts.FP8) == (n.endswith(".weight") and scaled in tensors), n
     assert "layers.0.ffn.gate.tid2eid" in tensors and "layers.0.ffn.gate.bias" not in tensors
     assert "layers.1.ffn.gate.bias" in tensors and "mtp.0.ffn.gate.bias" in tensors
     has_indexer = {n.split(".")[1] for n in tensors if ".indexer." in n}
@@ -151,13 +153,13 @@ def test_shapes_and_dtypes(tensors):
 def test_fp8_blocks_round_trip():
     w = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) * 0.02
     w[0, 0] = 3.0
-    values, scale = mini.to_fp8_blocks(w)
+    values, scale = layouts.to_fp8_blocks(w)
     assert values.shape == w.shape and scale.shape == (2, 3)
     back = values.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
     # Half a step of three mantissa bits, or half a subnormal step.
     big = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
     assert ((back - w).abs() <= torch.maximum(w.abs() / 16, big * 2**-10)).all()
-    zero_values, zero_scale = mini.to_fp8_blocks(torch.zeros(128, 128))
+    zero_values, zero_scale = layouts.to_fp8_blocks(torch.zeros(128, 128))
     assert not zero_values.float().any() and zero_scale.item() == 1.0
 
 
@@ -177,8 +179,8 @@ def test_statistics(tensors):
     assert not wo_b[:half].any() and wo_b[half:].any()
     for name in ("attn.kv_norm", "attn.compressor.norm"):
         w = tensors[f"layers.2.{name}.weight"].float()
-        assert w.square().mean().sqrt().item() == pytest.approx(mini.KV_RMS, rel=0.02)
-        assert w.max() > 2 * mini.KV_RMS and (w > 0).all()
+        assert w.square().mean().sqrt().item() == pytest.approx(deepseek_v4.KV_RMS, rel=0.02)
+        assert w.max() > 2 * deepseek_v4.KV_RMS and (w > 0).all()
     assert tensors["layers.0.attn.attn_sink"].abs().max() < 10
     embed = tensors["embed.weight"].float()
     assert embed[:, :half].std().item() == pytest.approx(1, rel=0.05)
@@ -211,19 +213,19 @@ def test_indexer_repeats_the_compressors_rows(tensors):
 def test_size_of_keys(rms):
     """Keys and values change, what attention weighs and adds does not; smaller keys only add less."""
     plain, sized = mini.Recipe(TINY, 3), mini.Recipe(dataclasses.replace(TINY, kv_rms=rms), 3)
-    w = sized.kv_weight("layers.2.attn.kv_norm.weight", 512)
+    w = sized.kv_weight("layers.2.attn.kv_norm.weight")
     assert w.square().mean().sqrt().item() == pytest.approx(rms, rel=1e-4)
-    x = mini.rng(0, "x").standard_normal((100, TINY.q_lora), dtype=np.float32)
+    x = rng(0, "x").standard_normal((100, TINY.q_lora), dtype=np.float32)
 
     def logits(recipe):
         q = torch.from_numpy(x) @ recipe.wq_b("layers.2").view(-1, 512, TINY.q_lora)[0].T
         q = q * torch.rsqrt(q.square().mean(1, keepdim=True))
-        k = recipe.kv_weight("layers.2.attn.kv_norm.weight", 512) * recipe.normal("k", 512)
+        k = recipe.kv_weight("layers.2.attn.kv_norm.weight") * recipe.normal("k", 512)
         return (q @ k).std().item() * 512**-0.5
 
-    assert logits(sized) == pytest.approx(logits(plain) * (1 if rms > 1 else rms / mini.KV_RMS), rel=0.3)
+    assert logits(sized) == pytest.approx(logits(plain) * (1 if rms > 1 else rms / deepseek_v4.KV_RMS), rel=0.3)
     wo_b = [r.wo_b("layers.2.attn.wo_b.weight").std().item() for r in (plain, sized)]
-    assert wo_b[0] / wo_b[1] == pytest.approx(rms / mini.KV_RMS)
+    assert wo_b[0] / wo_b[1] == pytest.approx(rms / deepseek_v4.KV_RMS)
 
 
 def test_bad_shapes_are_refused():
@@ -250,7 +252,7 @@ def test_tokenizer(checkpoint):
     chat = tok.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
-    assert chat == f"{mini.BOS}<｜User｜>hi<｜Assistant｜></think>"
+    assert chat == f"{tokenizer.BOS}<｜User｜>hi<｜Assistant｜></think>"
 
 
 def test_full_size_config(tmp_path):
@@ -325,7 +327,7 @@ def test_vllm_tokenizer(vllm_module, checkpoint):
         pytest.skip(f"vLLM's tokenizer needs {e.name}")
     tok = DeepseekV4Tokenizer.from_pretrained(str(checkpoint))
     ids = tok.apply_chat_template([{"role": "user", "content": "hi"}])
-    assert ids[0] == 0 and tok.decode(ids).startswith(mini.BOS)
+    assert ids[0] == 0 and tok.decode(ids).startswith(tokenizer.BOS)
 
 
 # ---------------------------------------------------------------- the comparison's arithmetic
@@ -507,11 +509,10 @@ def test_flat_logprobs_are_read(vllm_module):
 
 
 def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
-    shapes = []
-    monkeypatch.setattr(mini, "write_checkpoint", lambda out, shape, *_, **__: shapes.append(shape))
+    configs = []
+    monkeypatch.setattr(mini, "write_checkpoint", lambda out, recipe, **_: configs.append(recipe.config()))
     assert mini.main([str(tmp_path)]) == mini.main([str(tmp_path), "--heads", "32"]) == 0
-    configs = [mini.model_config(shape) for shape in shapes]
     assert [(c["num_attention_heads"], c["o_groups"]) for c in configs] == [(64, 8), (32, 4)]
     with pytest.raises(SystemExit):
         mini.main([str(tmp_path), "--heads", "12"])
-    assert "--heads must be a multiple of 8, for an output group is 8 heads, and is 12" in capsys.readouterr().err
+    assert "--heads must be a multiple of 8, and is 12" in capsys.readouterr().err
