@@ -84,23 +84,33 @@ def build(folder):
         return initialize_model(config), config
 
 
+def dense(tensors, name):
+    """A module's weights as float32."""
+    w, scale = tensors[f"{name}.weight"].float(), tensors.get(f"{name}.weight_scale_inv")
+    if scale is None:
+        return w
+    scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return w * scale[: w.shape[0], : w.shape[1]]
+
+
 def drawn(recipe, name):
-    """What the checkpoint has under a module's name, as float32."""
+    """What the checkpoint has under a module's name."""
     entry = next(e for _, shard in recipe.shards() for e in shard if e.name == f"{name}.weight")
-    stored = recipe.layout.store(*entry[:2], entry.make(entry.name))
-    w, scale = stored[entry.name].float(), stored.get(f"{name}.weight_scale_inv")
-    if scale is None:
-        return w
-    scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return w * scale[: w.shape[0], : w.shape[1]]
+    return dense(recipe.layout.store(*entry[:2], entry.make(entry.name)), name)
 
 
-def loaded(parameters, name):
-    w, scale = parameters[f"{name}.weight"].float(), parameters.get(f"{name}.weight_scale_inv")
-    if scale is None:
-        return w
-    scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return w * scale[: w.shape[0], : w.shape[1]]
+class Speculative:
+    """A draft of one token, of the target's own layer; whatever else is asked for is off."""
+
+    num_speculative_tokens = 1
+
+    def __init__(self, hf_config):
+        self.draft_model_config = types.SimpleNamespace(hf_config=hf_config)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return False
 
 
 def next_token_layer(config):
@@ -109,8 +119,7 @@ def next_token_layer(config):
         from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP as Draft
     else:
         from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP as Draft
-    draft = types.SimpleNamespace(hf_config=config.model_config.hf_config)
-    config.speculative_config = types.SimpleNamespace(draft_model_config=draft, num_speculative_tokens=1)
+    config.speculative_config = Speculative(config.model_config.hf_config)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         return Draft(vllm_config=config)
 
@@ -137,7 +146,7 @@ def main():
     differ = []
     for name, sources in parts.items():
         want = torch.cat([drawn(recipe, layer + source) for source in sources])
-        have = loaded(parameters, layer + name)
+        have = dense(parameters, layer + name)
         if have.shape != want.shape or not torch.equal(have, want):
             differ.append(name)
     missing = sorted(set(parameters) - names)
