@@ -81,7 +81,8 @@ def stock(monkeypatch):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """As in a new process."""
-    for name, value in (("_installed", False), ("_decided", False), ("_device", None), ("_narrow", False)):
+    for name, value in (("_installed", False), ("_decided", False), ("_device", None), ("_narrow", False),
+                        ("_ON_BY_DEFAULT", True)):  # fmt: skip
         monkeypatch.setattr(drop_in, name, value)
     monkeypatch.delenv(drop_in.VARIABLE, raising=False)
 
@@ -392,8 +393,8 @@ def test_a_layer_that_is_narrow_is_served_whatever_comes(rows, stock_heads, hopp
 
 
 REASONS = {
-    "variable": "switched off",
-    "config": "switched off",
+    "variable": "the drop-in is off",
+    "config": "the drop-in is off",
     "gpu": "compute capability 9.0",
     "library": "not built",
     "check": "failed its check of v32 rows with 8 heads: relative error 1",
@@ -463,7 +464,10 @@ def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper,
 def test_either_setting_switches_off(value, setting, on, monkeypatch):
     if value is not None:
         monkeypatch.setenv(drop_in.VARIABLE, value)
-    assert drop_in.switched_on({} if setting is None else {drop_in.SETTING: setting}) is on
+    options = {} if setting is None else {drop_in.SETTING: setting}
+    assert drop_in.switched_on(options) is on
+    monkeypatch.setattr(drop_in, "_ON_BY_DEFAULT", False)
+    assert drop_in.switched_on(options) is (on and (value == "1" or setting is True))
 
 
 def test_options_of_others_are_theirs():

@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
+_ON_BY_DEFAULT = False  # until a model has run with it on a GPU
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
 _OPTIONS = (SETTING, "dsv4_scales")
 _PROVIDER = "sm90"
@@ -94,14 +95,14 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
 
 def switched_on(additional_config: object) -> bool:
     """What VLLM_DSV4_DROP_IN (0 or 1) and `dsv4_drop_in` in --additional-config (true
-    or false) say; on unless one of them is off.
+    or false) say: off if one of them is off, on if one is on.
 
     Raises:
         ValueError: one of them says something else, or --additional-config has an
             option of the overlay that there is not. One sentence.
     """
-    value = os.environ.get(VARIABLE) or "1"
-    if value not in ("0", "1"):
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
         raise ValueError(
             f"{VARIABLE} is {value!r}; it may be 1, or 0, which leaves sparse "
             "attention to FlashMLA."
@@ -113,13 +114,15 @@ def switched_on(additional_config: object) -> bool:
                 f"--additional-config has no option {name}; those of the overlay are "
                 f"{' and '.join(_OPTIONS)}."
             )
-    setting = options.get(SETTING, True)
-    if not isinstance(setting, bool):
+    setting = options.get(SETTING)
+    if not (setting is None or isinstance(setting, bool)):
         raise ValueError(
             f"{SETTING} in --additional-config is {setting!r}; it may be true, or "
             "false, which leaves sparse attention to FlashMLA."
         )
-    return value == "1" and setting
+    if value == "0" or setting is False:
+        return False
+    return value == "1" or setting is True or _ON_BY_DEFAULT
 
 
 def _decide(additional_config: object) -> None:
@@ -131,7 +134,10 @@ def _decide(additional_config: object) -> None:
     on = switched_on(additional_config)
     _decided = True
     if not on:
-        logger.info("FlashMLA has its sparse calls: the drop-in is switched off.")
+        logger.info(
+            "FlashMLA has its sparse calls: the drop-in is off; %s=1 switches it on.",
+            VARIABLE,
+        )
         return
     from ..third_party.mla_kernels import checks, native, sm90
 
