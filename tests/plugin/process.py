@@ -212,7 +212,7 @@ if __name__ == "__main__":
     import vllm.logger
     import vllm.plugins  # noqa: F401
 
-    if hasattr(vllm.logger, "configure_logging"):  # from 0.31.0 on; engine and workers do, before they load plugins
+    if hasattr(vllm.logger, "configure_logging"):  # from 0.31.0 on: engine and workers, before plugins
         from vllm.config.logging import LoggingConfig
 
         vllm.logger.configure_logging(LoggingConfig())
