@@ -157,6 +157,8 @@ def serve(request):
 
         sys.modules["vllm.platforms"]._current_platform = CpuPlatform()
     result = {"here": load(request)}
+    if "worker" in request:
+        result["width"] = worker()
     if "start" in request:
         context = multiprocessing.get_context(request["start"])
         queue = context.Queue()
@@ -165,6 +167,16 @@ def serve(request):
         result["child"] = queue.get(timeout=600)
         process.join()
     return result
+
+
+def worker():
+    """The width of a layer of 16 heads in a process that has its GPU, as far as it is asked about it."""
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    drop_in = sys.modules["vllm_dsv4_overlay.dsv4_overlay.drop_in"]
+    drop_in.get_current_vllm_config_or_none = lambda: types.SimpleNamespace(additional_config={})
+    return drop_in.padded_heads(16, 64)
 
 
 def child(request, queue):
@@ -197,6 +209,11 @@ if __name__ in ("__main__", "__mp_main__"):  # the second in a child that is spa
 
 if __name__ == "__main__":
     import vllm.config  # noqa: F401  (as in a process that loads plugins)
+    import vllm.logger
     import vllm.plugins  # noqa: F401
 
+    if hasattr(vllm.logger, "configure_logging"):  # from 0.31.0 on: engine and workers, before plugins
+        from vllm.config.logging import LoggingConfig
+
+        vllm.logger.configure_logging(LoggingConfig())
     print("\n" + json.dumps([forked(request) for request in json.loads(sys.argv[1])]))

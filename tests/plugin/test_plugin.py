@@ -8,6 +8,7 @@ from building import run
 from process import OPS
 
 RELEASE = "0.22.1"
+KERNELS = "vllm_dsv4_overlay/third_party/mla_kernels"
 NOT_SET = f"vllm-dsv4-overlay {VERSION} is not in use, and stock vLLM runs: "
 # VLLM_PLUGINS -> whether ours is loaded, as docs/plugin.md says, the space included.
 NAMES = {"dsv4_overlay": True, "other,dsv4_overlay": True, "": False, "other": False, "other, dsv4_overlay": False}
@@ -61,6 +62,9 @@ def told(trees, site, repo, tmp_path_factory):
         "local version": plain | {"version": f"{RELEASE}+cu129"},
         "cpu": {"site": str(site), "platform": "cpu", "env": ASKED},
     }
+    bare = shutil.copytree(site, folder / "bare")
+    shutil.rmtree(bare / KERNELS / "lib")
+    requests |= {"worker": plain | {"worker": True}, "no library": plain | {"site": str(bare), "worker": True}}
     why = {}
     for spoil in SPOILED:
         place = folder / spoil.__name__
@@ -98,6 +102,15 @@ def test_children(told, method):
     answer, log = told[0][method]
     assert is_set(answer["here"]) and is_set(answer["child"])
     assert len(lines(log, SET)) == {"spawn": 2, "fork": 1}[method]
+
+
+@pytest.mark.parametrize("case, why", [("worker", "it needs a CUDA GPU and "), ("no library", "it is not built")])
+def test_a_worker_logs_why_flashmla_serves(told, case, why):
+    """Before weights are loaded, in vLLM's log: here by a torch without CUDA, by a wheel that lost its library."""
+    answer, log = told[0][case]
+    assert is_set(answer["here"]) and answer["width"] == 64
+    (line,) = lines(log, "FlashMLA has its sparse calls")
+    assert line.startswith("INFO ") and f"/{KERNELS}/lib/libmla_kernels.so) does not: {why}" in line
 
 
 def test_switched_off(told):
