@@ -308,33 +308,31 @@ job = json.loads(pathlib.Path(sys.argv[2]).read_text())
 print("INFO Available KV cache memory: 101.50 GiB")
 print("INFO GPU KV cache size: 1,234,567 tokens")
 out = pathlib.Path(job["out"])
-kind = {kinds!r}[job["run"]]
-if kind == "late":
-    out.write_text(json.dumps(dict(served=False)))
-    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB.")
-if kind == "early":
+overrun = {overruns!r}[job["run"]]
+if overrun == "memory":
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB.")
-if kind == "other":
-    out.write_text(json.dumps(dict(served=False)))
+if overrun == "other":
     sys.exit("ValueError: no")
-out.write_text(json.dumps(dict(served=True, seconds=7.0)))
+out.write_text(json.dumps(dict(served=True, seconds=7.0, overrun_gib=overrun)))
 """
 
 
 @pytest.mark.parametrize(
-    "kinds, status, words",
+    "overruns, status, words",
     [
-        ({"fp8": "served", "fp8_without": "late"}, 0, ["served in 7.0 s", "Tried to allocate 1.02 GiB."]),
-        ({"fp8": "served", "fp8_without": "served"}, 1, ["served in", "served too, so the run beside it shows"]),
-        ({"fp8": "served", "fp8_without": "early"}, 1, ["served in", "ended otherwise: 1"]),
-        ({"fp8": "late", "fp8_without": "other"}, 1, ["Tried to allocate 1.02", "ended otherwise: 1"]),
-        ({"fp8": "other"}, 1, ["not served: 1"]),
+        ({"stock": 2.4, "fp8": 2.45, "fp8_without": 3.4}, 0,
+         ["served in 7.0 s, 2.40 GiB over", "+0.05 beside stock", "+0.95 beside fp8"]),
+        ({"stock": 2.4, "fp8": 2.6}, 1, ["2.40 GiB over", "+0.20 beside stock"]),
+        ({"stock": 2.4, "fp8": 2.4, "fp8_without": 2.5}, 1, ["over", "over", "fp8: fp8 shows nothing"]),
+        ({"stock": 2.4, "fp8": "memory", "fp8_without": 3.4}, 1, ["over", "Tried to allocate 9", "no fp8 to"]),
+        ({"fp8": 2.4}, 1, ["there is no stock to compare it with"]),
+        ({"stock": "other"}, 1, ["not served: 1"]),
     ],
-)
-def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, kinds, status, words):
-    """Only running out of memory while the prompt is served shows that the reservation is needed."""
+)  # fmt: skip
+def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, overruns, status, words):
+    """Only a run that overruns further without the reservation shows that it counts."""
     stub = tmp_path / "stub.py"
-    stub.write_text(LONG_RUN.format(kinds=kinds))
+    stub.write_text(LONG_RUN.format(overruns=overruns))
     run_child = long_context.run_child
     monkeypatch.setattr(long_context, "machine", dict)
     monkeypatch.setattr(
@@ -342,11 +340,11 @@ def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, kinds, status, word
         lambda command, *rest: run_child([command[0], str(stub), *command[2:]], *rest),
     )  # fmt: skip
     out = tmp_path / "long.json"
-    assert long_context.main(["--out", str(out), "--runs", ",".join(kinds)]) == status
+    assert long_context.main(["--out", str(out), "--runs", ",".join(overruns)]) == status
     runs = json.loads(out.read_text())["runs"]
-    assert list(runs) == list(kinds)
+    assert list(runs) == list(overruns)
     assert all(word in run["verdict"] for word, run in zip(words, runs.values(), strict=True)), runs
-    assert runs["fp8"]["available_kv_gib"] == 101.5 and runs["fp8"]["kv_cache_tokens"] == 1234567
+    assert all((run["available_kv_gib"], run["kv_cache_tokens"]) == (101.5, 1234567) for run in runs.values())
     assert json.loads(out.read_text())["table_mib"] == 1040
 
 
@@ -356,7 +354,9 @@ def test_arguments_of_a_million_tokens(capsys):
     assert arguments["kv_cache_dtype"] == "bfloat16" and arguments["max_model_len"] == 1 << 20
     assert "kv_cache_memory_bytes" not in arguments
     assert long_context.model_config()["compress_ratios"].count(128) == 1
-    for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"], ["--slack-mib", "-1"]:
+    stock = long_context.engine_arguments(job | {"run": "stock"})
+    assert arguments == stock | {"attention_backend": long_context.BACKEND, "kv_cache_dtype": "bfloat16"}
+    for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"]:
         with pytest.raises(SystemExit):
             long_context.parse_args(["--out", "x.json", *wrong])
         assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]
