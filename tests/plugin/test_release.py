@@ -81,12 +81,10 @@ def test_a_server_s_own_configuration_and_layers(trees, narrow, release, tmp_pat
     """EngineArgs loads the plugin; backend, cache and configuration stay stock's, and layers have their heads."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
 
-    options = ["--kv-cache-dtype=fp8", "--tensor-parallel-size=4"]
-
     def answer(*site):
         paths = os.pathsep.join(map(str, (trees(release), *site)))
         env = {"PYTHONPATH": paths, "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        request = json.dumps([[f"--model={tmp_path}", *options]])
+        request = json.dumps([[f"--model={tmp_path}", "--kv-cache-dtype=fp8"]])
         hopper = HERE.parent / "glue/hopper.py"
         done = run(sys.executable, hopper, input=request, env=os.environ | env, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
