@@ -64,7 +64,12 @@ def told(trees, site, repo, tmp_path_factory):
     }
     bare = shutil.copytree(site, folder / "bare")
     shutil.rmtree(bare / KERNELS / "lib")
-    requests |= {"worker": plain | {"worker": True}, "no library": plain | {"site": str(bare), "worker": True}}
+    worker = plain | {"worker": True}
+    requests |= {
+        "not asked": worker,
+        "no GPU": worker | {"env": ASKED},
+        "no library": worker | {"site": str(bare), "env": ASKED},
+    }
     why = {}
     for spoil in SPOILED:
         place = folder / spoil.__name__
@@ -104,13 +109,20 @@ def test_children(told, method):
     assert len(lines(log, SET)) == {"spawn": 2, "fork": 1}[method]
 
 
-@pytest.mark.parametrize("case, why", [("worker", "it needs a CUDA GPU and "), ("no library", "it is not built")])
+DOES_NOT = f"/{KERNELS}/lib/libmla_kernels.so) does not: "
+
+
+@pytest.mark.parametrize("case, why", [
+    ("not asked", ": the drop-in is off; VLLM_DSV4_DROP_IN=1 switches it on."),
+    ("no GPU", DOES_NOT + "it needs a CUDA GPU and "),
+    ("no library", DOES_NOT + "it is not built"),
+])  # fmt: skip
 def test_a_worker_logs_why_flashmla_serves(told, case, why):
     """Before weights are loaded, in vLLM's log: here by a torch without CUDA, by a wheel that lost its library."""
     answer, log = told[0][case]
     assert is_set(answer["here"]) and answer["width"] == 64
     (line,) = lines(log, "FlashMLA has its sparse calls")
-    assert line.startswith("INFO ") and f"/{KERNELS}/lib/libmla_kernels.so) does not: {why}" in line
+    assert line.startswith("INFO ") and why in line
 
 
 def test_switched_off(told):
