@@ -62,6 +62,8 @@ def tables(root: Path) -> dict[str, str]:
     releases = sorted({release for series in every for release in series.sdists}, key=Version)
     columns = [(name, gpu) for name in sorted({series.name for series in every}) for gpu in GPUS
                if any(gpu in served[series.folder] for series in every if series.name == name)]  # fmt: skip
+    on_request = {series.name for series in every if series.on_request}
+    usual = [(name, gpu) for name, gpu in columns if name not in on_request]
     short, full = {}, {}
     for release in releases:
         mine = {series.name: series for series in every if release in series.sdists}
@@ -69,18 +71,19 @@ def tables(root: Path) -> dict[str, str]:
         for name, series in mine.items():
             lines = sum(patch.added for patch in series.patches)
             own = f"{len(series.patches)}, {lines} lines" if release == series.release else f"of {series.release}"
-            patches.append(f"{name}: {own}")
+            patches.append(f"{name}{', on request' * series.on_request}: {own}")
         short[release], full[release] = [], ["; ".join(patches)]
         for name, gpu in columns:
             words = served[mine[name].folder].get(gpu) if name in mine else None
             links, passed, ran = zip(*evident.get((release, name, gpu), [("not run", 0, 0)]), strict=True)
             result = f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run"
-            short[release].append(result if words else "–")
+            if (name, gpu) in usual:
+                short[release].append(result if words else "–")
             full[release].append("; ".join([words, *links]) if words else "–")
-    head = [f"{name}, {GPUS[gpu]}" for name, gpu in columns]
+    head = {column: f"{column[0]}, {GPUS[column[1]]}" for column in columns}
     return {
-        "README.md": markdown(["vLLM", *head], together(short)),
-        DETAILS: markdown(["vLLM", "patches", *head], full),
+        "README.md": markdown(["vLLM", *(head[column] for column in usual)], together(short)),
+        DETAILS: markdown(["vLLM", "patches", *head.values()], full),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from .errors import Refusal
 from .files import check_writable, read
 from .planning import as_built, build_plan
 from .record import changed_since, edited, original_lost, read_record, survey
-from .series import Mismatch, Stack, find_series, load_series, release_folders, sha256
+from .series import Mismatch, Stack, find_series, load_series, release_folders, series_of, sha256
 from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
@@ -44,8 +45,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="the vLLM that the active Python would import")
     parser.add_argument("--fetch", metavar="RELEASE",
                         help="first download the pinned source of RELEASE into TARGET")
-    parser.add_argument("--series", metavar="NAME",
-                        help="only this one of the release's series, e.g. drop-in; default: all")
+    parser.add_argument("--series", metavar="NAME", action="append", default=[],
+                        help="of the release's series this one, e.g. drop-in; may be given again; "
+                        "default: all but those on request (docs/releases.md)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", dest="mode", action="store_const", const="check",
                       help="would it apply? change nothing")
@@ -194,10 +196,9 @@ def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
         except Refusal:  # what is applied can be told, and taken off, without any series
             if args.mode not in ("status", "revert"):
                 raise
-    names = [args.series] if args.series else []
     if args.fetch:
         data["release"] = args.fetch
-        fetch.fetch(find_series(root, args.fetch, names).series[0], args.fetch, args.target)
+        fetch.fetch(find_series(root, args.fetch, args.series).series[0], args.fetch, args.target)
     path = args.target
     if args.installed:
         # The shell script names the Python that was active when it was called.
@@ -213,7 +214,7 @@ def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
         if args.mode == "revert":
             _revert(root, report, target)
         else:
-            _apply(args.mode, root, report, target, names)
+            _apply(args.mode, root, report, target, args.series)
 
 
 def _apply(mode: str, root: Path, report: Report, target: Target, names: list[str]) -> None:
@@ -319,8 +320,9 @@ def _refuse_remains(root: Path, target: Target) -> None:
     """Raise Refusal(record-lost) if files are patched that no record tells of, as after `git clean`."""
     patched = []
     with contextlib.suppress(Refusal):  # of a release without a series nothing can be told
-        stack = _series_for(root, target)
-        for series in (stack, *(Stack([one]) for one in stack.series)):  # all were applied, or one
+        every = _series_for(root, target, [one.name for one in series_of(root, target.release)]).series
+        for some in itertools.chain(*(itertools.combinations(every, count) for count in range(1, len(every) + 1))):
+            series = Stack(list(some))  # any may have been applied
             for _, diff in series.pairs():
                 with contextlib.suppress(OSError, Mismatch):
                     if sha256(diff.undo(read(target.root / diff.path))) == series.files[diff.path]:

@@ -26,12 +26,12 @@ from .series import (
     Patch,
     Series,
     Stack,
-    find_series,
     load_overlay,
     load_series,
     order,
     overlay_files,
     release_folders,
+    series_of,
     sha256,
     split_lines,
 )
@@ -458,7 +458,7 @@ def _together(root: Path, release: str, sources: dict[str, bytes]) -> list[str]:
     """Why the series of `release` cannot be applied together, by the files that several of them change."""
     problems = []
     try:
-        for names, diff in find_series(root, release).pairs():
+        for names, diff in Stack(series_of(root, release)).pairs():
             if ", " not in names:
                 continue
             try:

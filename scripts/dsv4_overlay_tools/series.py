@@ -249,6 +249,7 @@ class Series:
     moved: dict[str, dict[str, str]] = field(default_factory=dict)
     # rebuilt wheel of this release, as release-build -> its changes to the archive's touched files
     rebuilt: dict[str, Patch] = field(default_factory=dict)
+    on_request: bool = False  # only applied where it is named
 
     @property
     def name(self) -> str:
@@ -378,6 +379,7 @@ def load_series(folder: Path) -> Series:
             relied_on=dict(toml.get("relied_on", {})),
             moved=moved,
             rebuilt=rebuilt,
+            on_request=toml.get("on_request", False),
         )
     except OSError as error:
         raise _bad(str(error.filename), f"cannot be read ({error.strerror})") from None
@@ -404,11 +406,8 @@ def release_folders(root: Path, name: str = "*", release: str = "*") -> list[Pat
     return sorted(path.parent for path in (root / "patches").glob(f"{name}/{release}/release.toml"))
 
 
-def find_series(root: Path, release: str, names: Iterable[str] = ()) -> Stack:
-    """The series for vLLM `release`: all, or those with these names.
-
-    Raises Refusal: wrong-release if there is none, no-series if one of `names` is missing.
-    """
+def series_of(root: Path, release: str) -> list[Series]:
+    """All series for vLLM `release`, each as it applies to it. Raises Refusal(wrong-release) if there is none."""
     every = [load_series(folder) for folder in release_folders(root)]
     found = [series.of(release) for series in every if release in series.sdists]
     if not found:
@@ -417,11 +416,20 @@ def find_series(root: Path, release: str, names: Iterable[str] = ()) -> Stack:
             "wrong-release",
             f"There is no patch series for vLLM {release}; supported: {', '.join(supported) or 'none'}.",
         )
+    return found
+
+
+def find_series(root: Path, release: str, names: Iterable[str] = ()) -> Stack:
+    """The series for vLLM `release`: those with these names, else all that are not on request.
+
+    Raises Refusal: wrong-release if there is none, no-series if one of `names` is missing.
+    """
+    found = series_of(root, release)
     has = [series.name for series in found]
     for name in names:
         if name not in has:
             raise Refusal("no-series", f"vLLM {release} has no series {name!r}; it has: {', '.join(has)}.")
-    return Stack([series for series in found if not names or series.name in names])
+    return Stack([series for series in found if (series.name in names if names else not series.on_request)])
 
 
 @dataclass(frozen=True)

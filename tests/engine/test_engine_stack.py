@@ -1,6 +1,7 @@
 """Several series of one release: each alone, all together, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 from dsv4_overlay_tools import cli, maintain, porting
@@ -83,6 +84,25 @@ def test_each_alone_and_both_together(engine, target, names):
     assert snapshot(target) == before
 
 
+def test_on_request(engine, target):
+    """Such a series is applied where it is named, alone or with others, and told from then on like any."""
+    pins = engine.root / DROP_IN / "release.toml"
+    pins.write_text("on_request = true\n" + pins.read_text())
+    assert engine.ok(target)["series"] == ["full-width"]
+    assert engine.refused("patch-changed", target, "--series", "drop-in")["message"].endswith("with --series.")
+    engine.ok(target, "--revert")
+    for names in (["drop-in"], ["full-width", "drop-in"]):
+        options = [word for name in names for word in ("--series", name)]
+        assert engine.ok(target, *options)["series"] == sorted(names)
+        assert engine.ok(target, "--status")["series"] == sorted(names)
+        shutil.rmtree(target / "vllm/_dsv4_overlay")
+        assert engine.refused("record-lost", target, "--revert")["path"] in (CONFIG, OWN)
+        write(target, PRISTINE)
+        for path in expected(*names).keys() - PRISTINE.keys():
+            (target / path).unlink()
+        assert engine.ok(target, "--revert")["state"] == "clean"
+
+
 def test_the_patches_of_a_file_are_named(engine, tmp_path):
     target = make_target(tmp_path / "t", "source")
     engine.ok(target)
@@ -156,6 +176,10 @@ def test_series_that_want_the_same_lines(tmp_path, capsys):
         engine.ok(target, "--revert")
     assert maintain.check_main([RELEASE, "--pristine", str(target)], engine.root) == 1
     said = f"drop-in/seam.patch, full-width/config.patch do not fit {CONFIG} of vLLM {RELEASE} together\n"
+    assert said in capsys.readouterr().err
+    pins = engine.root / DROP_IN / "release.toml"
+    pins.write_text("on_request = true\n" + pins.read_text())
+    assert maintain.check_main([RELEASE, "--pristine", str(target)], engine.root) == 1
     assert said in capsys.readouterr().err
 
 
