@@ -39,8 +39,10 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     if args.model == "v4":
         sizes |= {"o_groups": heads // 8, "fp8_wo_b": args.fp8_wo_b}
         sizes |= {"kv_rms": Shape.kv_rms if args.kv_rms is None else args.kv_rms}
-    elif args.kv_rms is not None:
-        raise ValueError("--kv-rms is of --model v4")
+        if args.dspark:  # two stages, which see the window only
+            sizes |= {"dspark": True, "mtp_layers": 2, "compress_ratios": (*Shape.compress_ratios, 0)}
+    elif args.kv_rms is not None or args.dspark:
+        raise ValueError("--kv-rms and --dspark are of --model v4")
     else:
         sizes |= {"fp8_o_proj": args.fp8_wo_b}
     return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed)
@@ -71,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         "of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V4-Flash 64, V3.2 128, GLM-5 64)",
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
+    parser.add_argument("--dspark", action="store_true", help="DSpark's draft in place of V4's MTP layer")
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
 

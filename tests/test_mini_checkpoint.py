@@ -306,6 +306,50 @@ def test_vllm_mapper(vllm_module, tensors):
     assert mapper.apply_list(ignored) == ignored
 
 
+DSPARK = dataclasses.replace(TINY, dspark=True, mtp_layers=2, compress_ratios=(*TINY.compress_ratios, 0))
+# Beside its layers, from vLLM's module.
+DSPARK_ENDS = {
+    *("model.main_proj.weight", "model.main_proj.scale", "model.main_norm.weight", "model.norm.weight"),
+    *("model.hc_head_fn", "model.hc_head_base", "model.hc_head_scale"),
+    *("model.markov_head.markov_w1.weight", "model.markov_head.markov_w2.weight"),
+}
+
+
+def test_dspark(tmp_path):
+    """A layer's names a stage, and a Markov head that knows the successor of each token by a wide margin."""
+    from safetensors.torch import load_file
+
+    mini.write_checkpoint(tmp_path, mini.Recipe(DSPARK, 3), log=lambda _: None)
+    tensors = {name: w for file in tmp_path.glob("*.safetensors") for name, w in load_file(file).items()}
+    drafts = {name: w for name, w in tensors.items() if name.startswith("mtp.")}
+    layer = {name.split(".", 2)[2] for name in tensors if name.startswith("layers.1.")}
+    stages = [{name.split(".", 2)[2] for name in drafts if name.startswith(f"mtp.{i}.")} for i in (0, 1)]
+    ends = {name.removeprefix("model.") for name in DSPARK_ENDS}
+    assert stages[0] & stages[1] == layer and (stages[0] | stages[1]) - layer == ends
+    assert all(name.startswith("main_") for name in stages[0] - layer)
+    assert drafts["mtp.0.main_proj.weight"].shape == (TINY.hidden, 3 * TINY.hidden)
+    w1, w2 = (drafts[f"mtp.1.markov_head.markov_w{i}.weight"].float() for i in (1, 2))
+    bias, successor = w1 @ w2.T, torch.from_numpy(mini.Recipe(DSPARK, 3).successor())
+    assert torch.equal(bias.argmax(1), successor)
+    assert (bias.topk(2).values.diff() < -8).all()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["n_mtp_layers"] == 2 and config["dspark_target_layer_ids"] == [0, 2, 4]
+    assert config["quantization_config"]["ignored_layers"][-1] == "model.layers.6.attn.wo_b"
+    assert "dspark_block_size" not in mini.model_config(TINY)
+
+
+def test_dspark_in_vllm(vllm_module):
+    """Each name of the draft has its place in vLLM's module."""
+    dspark = pytest.importorskip("vllm.models.deepseek_v4.nvidia.dspark", reason="0.25.0 brought DSpark")
+    rename = dspark.DSparkDeepseekV4ForCausalLM._remap_dspark_name
+    names = [entry.name for _, entries in mini.Recipe(DSPARK, 3).shards() for entry in entries]
+    found = {name: rename(SimpleNamespace(), name) for name in names}
+    assert {name for name, place in found.items() if place} == {name for name in names if name.startswith("mtp.")}
+    places = {place for place in found.values() if place}
+    assert {place for place in places if ".layers." not in place} == DSPARK_ENDS - {"model.main_proj.scale"}
+    assert found["mtp.1.attn.wkv.weight"] == "model.layers.1.attn.wkv.weight"
+
+
 def test_vllm_config_class(vllm_module, checkpoint):
     from vllm.transformers_utils.config import get_config
 
@@ -516,3 +560,7 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         mini.main([str(tmp_path), "--heads", "12"])
     assert "--heads must be a multiple of 8, and is 12" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
+    assert "--kv-rms and --dspark are of --model v4" in capsys.readouterr().err
+    assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3

@@ -13,7 +13,9 @@ Names, shapes and dtypes are those of the public FP8-expert checkpoints. Beside 
 * the compressors' gates are soft maxima over logits with a standard deviation above one;
 * the indexer sees the channels of the compressed rows that dominate the attention logits, through
   the same projections as the attention itself, and heads share part of their query direction:
-  what the top-k drops is what attention would weigh least.
+  what the top-k drops is what attention would weigh least;
+* `dspark` puts the stages of DSpark's draft in the next-token layers' place, as DeepSeek-V4-Flash-0731
+  has them: its Markov head alone knows each token's successor, so drafts are accepted now and then.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Shape:
     vocab: int = 8192  # small (129280)
     fp8_wo_b: bool = False
     kv_rms: float = 2.5  # of KV rows
+    dspark: bool = False  # the next-token layers are stages of DSpark's draft
 
     def __post_init__(self) -> None:
         if len(self.compress_ratios) != self.layers + self.mtp_layers:
@@ -80,6 +83,8 @@ SINK_MEAN, SINK_STD = 1.0, 1.5
 ATTN_GAIN = 1.0
 GATE_STD, APE_STD = 1.2, 0.5
 HC_SCALE = 0.5
+DSPARK_BLOCK, DSPARK_RANK = 3, 64  # drafts a step, channels of the Markov head
+MARKOV_LOGIT = 32.0  # of the successor; no logit of the output layer comes near
 
 
 def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
@@ -87,6 +92,14 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     ignored = []
     if not s.fp8_wo_b:  # vLLM's module names; next-token layers continue the numbering
         ignored = [f"model.layers.{i}.attn.wo_b" for i in range(s.layers + s.mtp_layers)]
+    drafts = {
+        "dspark_block_size": DSPARK_BLOCK,
+        "dspark_markov_rank": DSPARK_RANK,
+        "dspark_target_layer_ids": dspark_targets(s),
+        "dspark_noise_token_id": 2,
+        "n_mtp_layers": s.mtp_layers,
+        "enable_confidence_head": False,
+    }
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
@@ -143,7 +156,13 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
         "pad_token_id": 2,
         "tie_word_embeddings": False,
         "use_cache": True,
+        **(drafts if s.dspark else {}),
     }
+
+
+def dspark_targets(s: Shape) -> list[int]:
+    """The layers whose output the draft sees: the first, the middle and the last."""
+    return [0, s.layers // 2, s.layers - 1]
 
 
 class Recipe(BaseRecipe):
@@ -171,7 +190,11 @@ class Recipe(BaseRecipe):
             block = self.block(f"layers.{i}", ratio, hashed=i < s.hash_layers)
             yield f"layer {i} (compress ratio {max(1, ratio)})", list(block)
         for i in range(s.mtp_layers):
-            yield f"next-token layer {i}", list(self.next_token_layer(f"mtp.{i}", s.compress_ratios[s.layers + i]))
+            layer, ratio = f"mtp.{i}", s.compress_ratios[s.layers + i]
+            if s.dspark:
+                yield f"DSpark's stage {i}", [*self.block(layer, ratio), *self.dspark_ends(i)]
+            else:
+                yield f"next-token layer {i}", list(self.next_token_layer(layer, ratio))
 
     # The tensors of a layer, by the names of the public checkpoints ----------
     def block(self, layer: str, ratio: int, hashed: bool = False) -> Iterator[Entry]:
@@ -239,12 +262,37 @@ class Recipe(BaseRecipe):
         yield from self.stream_sum(f"{layer}.")
         yield from self.block(layer, ratio)
 
+    def dspark_ends(self, stage: int) -> Iterator[Entry]:
+        """What the first stage has in front of its layer, and the last one behind it."""
+        if stage == 0:
+            yield Entry("mtp.0.main_proj.weight", "fp8", self.dspark_context)
+            yield Entry("mtp.0.main_norm.weight", "bf16", lambda n: self.norm_weight(n, self.s.hidden))
+        if stage == self.s.mtp_layers - 1:
+            yield from self.stream_sum(f"mtp.{stage}.")
+            yield Entry(f"mtp.{stage}.markov_head.markov_w1.weight", "bf16", lambda n: self.markov_codes())
+            yield Entry(f"mtp.{stage}.markov_head.markov_w2.weight", "bf16", self.markov_successors)
+
     def stream_sum(self, prefix: str) -> Iterator[Entry]:
         m = self.s.hc_mult
         yield Entry(f"{prefix}hc_head_fn", "f32", lambda n: self.hc_fn(n, m))
         yield Entry(f"{prefix}hc_head_base", "f32", lambda n: self.normal(n, m, std=0.5))
         yield Entry(f"{prefix}hc_head_scale", "f32", lambda n: torch.full((1,), HC_SCALE))
         yield Entry(f"{prefix}norm.weight", "bf16", lambda n: self.norm_weight(n, self.s.hidden))
+
+    def dspark_context(self, name: str) -> torch.Tensor:
+        """The mean of the target's layers, and some noise."""
+        targets = dspark_targets(self.s)
+        parts = [self.draft_input(f"{name}:{i}", token=1.0, context=1.0) for i in targets]
+        return torch.cat(parts, 1) / len(targets)
+
+    def markov_codes(self) -> torch.Tensor:
+        """A random sign vector for each token: two of them are nearly orthogonal."""
+        return self.normal("markov codes", self.s.vocab, DSPARK_RANK).sign()
+
+    def markov_successors(self, name: str) -> torch.Tensor:
+        w = torch.empty(self.s.vocab, DSPARK_RANK)
+        w[torch.from_numpy(self.successor())] = self.markov_codes() * (MARKOV_LOGIT / DSPARK_RANK)
+        return w
 
     # Attention --------------------------------------------------------------
     def sink(self, name: str) -> torch.Tensor:
