@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,11 @@ def serve(arguments):
     web.run_app(app, host="127.0.0.1", port=options.port, print=None)
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 def test_options_tokens_and_results(applied, tmp_path):
     (tmp_path / "bin").mkdir()
     vllm = tmp_path / "bin/vllm"
@@ -91,7 +97,7 @@ def test_options_tokens_and_results(applied, tmp_path):
         "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     done = subprocess.run(
-        [ROOT / "benchmarks/serve.sh", "--dummy", "v4", "--runs", "FP8", "--profile", "--port", "18766",
+        [ROOT / "benchmarks/serve.sh", "--dummy", "v4", "--runs", "FP8", "--profile", "--port", str(free_port()),
          "--concurrency", str(COUNT), "--input-len", str(INPUT), "--output-len", str(OUTPUT), "--kv-gib", "3",
          "--", "--no-enable-flashinfer-autotune", "--cudagraph-capture-sizes", "1", "2", "4"],
         cwd=tmp_path, env=env, capture_output=True, text=True,
