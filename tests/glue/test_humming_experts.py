@@ -1,4 +1,4 @@
-"""The series humming-experts: V4-Flash's experts through vLLM's classes and the humming-kernels of its pin, on a CPU.
+"""The series humming-experts: V4-Flash's experts through vLLM's classes and humming-kernels' own, on a CPU.
 
 The kernels have not run: see docs/choosing.md.
 """
@@ -43,12 +43,16 @@ def answers(applied, series, tmp_path_factory):
             (tree / diff.path).unlink()
             (tree / diff.path).write_bytes(diff.apply((applied / diff.path).read_bytes()))
     shutil.copy(ROOT / "overlay/common/vllm/dsv4_overlay/experts.py", tree / "vllm/dsv4_overlay")
+    env = os.environ | {"PYTHONPATH": f"{tree}:{packages}", "CUDA_VISIBLE_DEVICES": "", "CAPABILITY": "9.0"}
+    env |= {"TORCHDYNAMO_DISABLE": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}  # no compiler
     done = subprocess.run(
-        [sys.executable, str(HERE / "humming_experts.py")], input=json.dumps(CASES), capture_output=True, text=True,
-        cwd=tree, env=os.environ | {
-            "PYTHONPATH": f"{tree}:{packages}", "CUDA_VISIBLE_DEVICES": "", "CAPABILITY": "9.0",
-            "TORCHDYNAMO_DISABLE": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"},
-    )  # fmt: skip
+        [sys.executable, str(HERE / "humming_experts.py")],
+        input=json.dumps(CASES),
+        capture_output=True,
+        text=True,
+        cwd=tree,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
