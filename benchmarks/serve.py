@@ -16,7 +16,7 @@ The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many pro
 the time has a beginning without answers and an end without prompts. In a steady load, --times as many
 prompts follow, each as another ends, so that most steps have both; with a number as --load, so many a second
 arrive, at random. A user's tokens a second are those after the first (1 / median TPOT), a GPU's those of all
-users by the GPUs, with --share-of N by the N that it is a share for. One server a run on the same GPUs:
+users by --tensor-parallel-size times --share-of. One server a run on the same GPUs:
 one after the other or, with --together N, N of them at a time, which start together and are measured in
 turns while the others idle. vLLM cannot measure its memory beside others, so --kv-gib then says what the
 cache of each gets. (Of --share-of 4 a server takes 43 GiB beside its cache, 38 of them weights: two fit an

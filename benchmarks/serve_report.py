@@ -17,7 +17,7 @@ ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
-# Key in the result of `vllm bench serve` or of `by_gpu_and_user`, heading, factor.
+# Key in the result of `vllm bench serve` or of `row_of`, heading, factor.
 COLUMNS = [
     ("duration", "s", 1.0),
     ("output_throughput", "output tok/s", 1.0),
@@ -62,15 +62,12 @@ def attention_share(folder: Path) -> dict[str, Any]:
     }
 
 
-def by_gpu_and_user(found: dict[str, Any], gpus: int) -> dict[str, float]:
-    """Tokens a second that one of `gpus` writes, and that a user gets once the first has come."""
-    output = found["output_throughput"], found["median_tpot_ms"]
-    return {"output_per_gpu": output[0] / gpus, "output_per_user": 1e3 / output[1] if output[1] else 0.0}
-
-
 def row_of(repeats: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
-    """The medians of `repeats`, which are of one case, and each of them."""
-    repeats = [found | by_gpu_and_user(found, gpus) for found in repeats]
+    """The medians of `repeats`, which are of one case, and each of them; with the tokens a second that one of
+    `gpus` writes, and that a user gets once the first has come."""
+    for found in repeats:
+        found["output_per_gpu"] = found["output_throughput"] / gpus
+        found["output_per_user"] = 1e3 / (found["median_tpot_ms"] or float("inf"))  # 0 for one token
     figures = [key for key, *_ in COLUMNS] + ["total_input_tokens", "total_output_tokens", "median_itl_ms"]
     if repeats[0].get("request_goodput") is not None:
         figures.append("request_goodput")

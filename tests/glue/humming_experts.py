@@ -112,11 +112,9 @@ def main():
     import humming.ops  # which a kernel would be compiled for
 
     humming.ops.process_mxfp4_w4a8_weight = lambda weight, offsets, inplace: weight
-    answers = {}
-    for name, (ranks, ep, a_dtype) in json.load(sys.stdin).items():
-        layer, answers[name] = converted(ranks, ep, a_dtype)
-    layer, _ = converted(4, False, None)
-    answers |= {"error": swiglu_error(layer), "absent": refusal(None), "other": refusal("0.1.19")}
+    found = {name: converted(*case) for name, case in json.load(sys.stdin).items()}
+    answers = {name: words for name, (_, words) in found.items()}
+    answers |= {"error": swiglu_error(found["TP"][0]), "absent": refusal(None), "other": refusal("0.1.19")}
     print("\n" + json.dumps(answers))
 
 

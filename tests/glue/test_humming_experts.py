@@ -19,8 +19,7 @@ from dsv4_overlay_tools.series import series_of  # noqa: E402
 
 NAME = "humming-experts"
 # Ranks, expert parallelism, and what the activations are quantised to.
-CASES = {"TP 4": (4, False, None), "TP 8": (8, False, None), "EP 4": (4, True, None),
-         "FP8": (4, False, "float8e4m3")}  # fmt: skip
+CASES = {"TP": (8, False, None), "EP": (4, True, None), "FP8": (4, False, "float8e4m3")}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,7 @@ def answers(applied, series, tmp_path_factory):
     if not (packages := os.environ.get("HUMMING_PACKAGES")):
         pytest.skip("HUMMING_PACKAGES does not name a folder with humming-kernels; scripts/test.sh makes one")
     tree = tmp_path_factory.mktemp("tree")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(applied / "vllm", tree / "vllm", ignore=ignored, copy_function=os.symlink)
+    shutil.copytree(applied / "vllm", tree / "vllm", copy_function=os.symlink)
     for patch in series.patches:
         for diff in patch.diffs:
             (tree / diff.path).unlink()
