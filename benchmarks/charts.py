@@ -75,7 +75,8 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
         stock = result["runs"]["FlashMLA"]["concurrency"]
         for run, found in result["runs"].items():
             for count, row in found["concurrency"].items():
-                if run == "FlashMLA" or row["compiled"] or count not in stock or stock[count]["compiled"]:
+                burst = count.isdigit() and count in stock  # other loads and lengths are not drawn
+                if run == "FlashMLA" or not burst or row["compiled"] or stock[count]["compiled"]:
                     continue
                 for key, _, more in SERVING:
                     one = [each[key] for each in row.get("repeats", [row])]

@@ -8,9 +8,15 @@ FlashMLA is the stock backend by stock kernels, DropIn the same backend and cach
                                                        with seeded ones for what index scores come from
     benchmarks/serve.sh --dummy /tmp/v4-share --share-of 4 --tensor-parallel-size 1 ...
     benchmarks/serve.sh --model NAME --base-url http://HOST:8000 ...      a server that is running
+    benchmarks/serve.sh --load burst,steady --shapes 1k/8k,8k/1k,8k/8k --goodput ttft:2000 tpot:50 --repeat 3 ...
+    benchmarks/serve.sh --run 'Humming=FlashMLA --moe-backend humming' ...      one more run, with further options
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
-(16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run on the same GPUs:
+(16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. That is a burst: all begin together, and
+the time has a beginning without answers and an end without prompts. In a steady load, --times as many
+prompts follow, each as another ends, so that most steps have both; with a number as --load, so many a second
+arrive, at random. A user's tokens a second are those after the first (1 / median TPOT), a GPU's those of all
+users by --tensor-parallel-size times --share-of. One server a run on the same GPUs:
 one after the other or, with --together N, N of them at a time, which start together and are measured in
 turns while the others idle. vLLM cannot measure its memory beside others, so --kv-gib then says what the
 cache of each gets. (Of --share-of 4 a server takes 43 GiB beside its cache, 38 of them weights: two fit an
@@ -41,11 +47,9 @@ without NVLink multicast.
 from __future__ import annotations
 
 import argparse
-import collections
 import concurrent.futures
 import contextlib
 import datetime
-import gzip
 import http.client
 import json
 import multiprocessing
@@ -55,13 +59,13 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,40 +75,26 @@ sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
 from e2e import DROP_IN, STOCK_KERNELS, machine  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
+from serve_cases import Case, Run, add_options, add_runs, cases  # noqa: E402
+from serve_report import TRACE, attention_share, row_of, table  # noqa: E402
 
 VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"]
 RUNS = {
-    "FlashMLA": STOCK,
-    "DropIn": STOCK,
-    "BF16": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"],
-    "FP8": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"],
+    "FlashMLA": Run(STOCK, STOCK_KERNELS),
+    "DropIn": Run(STOCK, DROP_IN),
+    "BF16": Run(["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"], {}),
+    "FP8": Run(["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"], {}),
 }
-ENVIRONMENT = {"FlashMLA": STOCK_KERNELS, "DropIn": DROP_IN}
-# Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
-ATTENTION = re.compile(
-    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
-)
 SEEDED = ["--load-format", "dummy", "--worker-extension-cls", "seeded_weights.SeededWeights"]
 PROFILED_STEPS = 8
 # Of the memory, what has to be free when a server starts whose cache has a given size.
 MEMORY_FREE = 0.05
 RUNNING = "server"  # the run of --base-url
 SHARES = (1, 2, 4, 8)
-TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\S* (\S+)", re.MULTILINE)
-COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
-# Key in the result of `vllm bench serve`, heading, factor.
-COLUMNS = [
-    ("duration", "s", 1.0),
-    ("output_throughput", "output tok/s", 1.0),
-    ("mean_ttft_ms", "TTFT, s", 1e-3),
-    ("p99_ttft_ms", "P99", 1e-3),
-    ("mean_tpot_ms", "TPOT, ms", 1.0),
-    ("p99_tpot_ms", "P99", 1.0),
-]
 
 
 def stop(what: str) -> None:
@@ -133,7 +123,8 @@ def write_dummy(folder: Path, share_of: int) -> None:
 
 def profile_delay(args: argparse.Namespace) -> int:
     """Steps until only decoding is left, if at least 1024 tokens of the prompts are taken a step."""
-    return args.concurrency[0] * (args.input_len // 1024 + 1) if args.profile else 0
+    case = args.cases[0]
+    return case.count * (case.input_len // 1024 + 1) if args.profile else 0
 
 
 class Running:
@@ -173,7 +164,7 @@ class Server(Running):
         self.log = args.work / f"{name}.log"
         # The graphs' mode not as JSON, which another -cc.OPTION would replace instead of adding to it.
         self.command = [
-            *VLLM, "serve", args.model, "--port", str(port), *RUNS[name],
+            *VLLM, "serve", args.model, "--port", str(port), *args.every_run[name].options,
             "--tensor-parallel-size", str(args.tensor_parallel_size), "--block-size", "256",
             "--max-model-len", str(args.max_model_len), "--max-num-seqs", str(args.max_num_seqs),
             "--no-enable-prefix-caching", "-cc.cudagraph_mode=FULL_AND_PIECEWISE",
@@ -184,7 +175,7 @@ class Server(Running):
             self.command += [*size, "--gpu-memory-utilization", str(MEMORY_FREE)]
         paths = (BENCHMARKS, os.environ.get("PYTHONPATH"))
         self.env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        self.env |= ENVIRONMENT.get(name, {})
+        self.env |= args.every_run[name].environment
         if args.profile:
             self.command += ["--profiler-config", json.dumps({
                 "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
@@ -250,10 +241,10 @@ def compiled() -> set[str]:
     return {"/".join(file.parts[-2:]) for file in files if file.suffix in (".cubin", ".so")}
 
 
-def warm_up(args: argparse.Namespace, server: Running, count: int) -> None:
+def warm_up(args: argparse.Namespace, server: Running, case: Case) -> None:
     """As the measurement, but only as many tokens out as keep all decoding until the last prompt is read, if at
     least 4096 tokens of the prompts are taken a step."""
-    output = min(args.output_len, 16 + count * args.input_len // 4096)
+    output = min(case.output_len, 16 + case.count * case.input_len // 4096)
     rng = random.Random(0)
 
     def ask(tokens: list[int]) -> None:
@@ -263,8 +254,8 @@ def warm_up(args: argparse.Namespace, server: Running, count: int) -> None:
         with urllib.request.urlopen(request) as answer:
             answer.read()
 
-    prompts = [[rng.randrange(16, 4096) for _ in range(args.input_len)] for _ in range(count)]
-    pool = concurrent.futures.ThreadPoolExecutor(count)
+    prompts = [[rng.randrange(16, 4096) for _ in range(case.input_len)] for _ in range(case.count)]
+    pool = concurrent.futures.ThreadPoolExecutor(case.count)
     try:
         list(pool.map(ask, prompts))
     except (OSError, http.client.HTTPException) as error:  # HTTPError is the first, an answer cut short the second
@@ -288,16 +279,17 @@ def vllm_bench_serve(options: list[str]) -> None:
     main(parser.parse_args(options))
 
 
-def bench(args: argparse.Namespace, server: Running, count: int, output: int, *options: str) -> dict[str, Any]:
-    """What `vllm bench serve` measures with `count` prompts at once, each of which has to be answered."""
+def bench(args: argparse.Namespace, server: Running, case: Case, *options: str) -> dict[str, Any]:
+    """What `vllm bench serve` measures of prompts, each of which has to be answered."""
     draft = args.work / "bench.json"
     draft.unlink(missing_ok=True)
     command = [
         "--base-url", server.url, "--model", args.model, "--dataset-name", "random",
-        "--random-input-len", str(args.input_len), "--random-output-len", str(output), "--ignore-eos",
-        "--num-prompts", str(count), "--max-concurrency", str(count), "--seed", "0", "--temperature", "1",
+        "--random-input-len", str(case.input_len), "--random-output-len", str(case.output_len), "--ignore-eos",
+        *case.client_options(), "--seed", "0", "--temperature", "1",
         "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99",
-        "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name, *options,
+        "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name,
+        *(["--goodput", *args.goodput] if args.goodput else []), *options,
     ]  # fmt: skip
     client = CLIENTS.Process(target=vllm_bench_serve, args=(command,), daemon=True)  # ends with this process
     client.start()
@@ -307,40 +299,13 @@ def bench(args: argparse.Namespace, server: Running, count: int, output: int, *o
         ended = f"vllm bench serve ended with {client.exitcode}"
         stop(f"{ended} and its output says why; the server's log is {server.log}.")
     found = json.loads(draft.read_text())
-    if found["completed"] != count:
-        stop(f"the server answered {found['completed']} prompts of {count}; {server.log} says why.")
+    if found["completed"] != case.prompts:
+        stop(f"the server answered {found['completed']} prompts of {case.prompts}; {server.log} says why.")
     return found
 
 
-def attention_share(folder: Path) -> dict[str, Any]:
-    """GPU time of a decode step and what of it is attention, from rank 0's trace, with the longest kernels."""
-    traces = sorted(folder.glob(TRACE))
-    if not traces:
-        stop(f"the profiler left no trace in {folder}.")
-    with gzip.open(traces[-1]) as file:
-        events = json.load(file)["traceEvents"]
-    # vLLM marks each step with what is in it.
-    steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    if not steps or not kernels:
-        stop(f"{traces[-1]} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again.")
-    times: dict[str, float] = {}
-    for event in kernels:
-        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
-    total = sum(times.values())
-    attention = sum(time for name, time in times.items() if ATTENTION.search(name))
-    longest = sorted(times, key=lambda name: -times[name])[:12]
-    return {
-        "steps": dict(collections.Counter(steps)),
-        "kernels_us": round(total, 1),
-        "attention_us": round(attention, 1),
-        "share": round(attention / total, 4),
-        "longest_us": {name[:120]: round(times[name], 1) for name in longest},
-    }
-
-
-def place(args: argparse.Namespace, name: str, count: int, repeat: int) -> Path:
-    return args.work / f"{name}-{count}-{repeat}.json"
+def place(args: argparse.Namespace, name: str, case: Case, repeat: int) -> Path:
+    return args.work / f"{name}-{case.label.replace(' ', '-').replace('/', '-')}-{repeat}.json"
 
 
 @contextlib.contextmanager
@@ -357,13 +322,13 @@ def serving(args: argparse.Namespace, names: list[str]) -> Iterator[dict[str, Ru
 def measure(args: argparse.Namespace, names: list[str]) -> None:
     """Whatever of the runs `names` is not in --work yet, by servers that start together, in turns."""
     missing = {
-        count: [
+        case: [
             (n, name)
             for n in range(1, args.repeat + 1)
             for name in (names if n % 2 else names[::-1])  # each after the other as often as before it
-            if not place(args, name, count, n).exists()
+            if not place(args, name, case, n).exists()
         ]
-        for count in args.concurrency
+        for case in args.cases
     }
     profiles = [name for name in names if args.profile and not any((args.work / f"{name}-profile").glob(TRACE))]
     wanted = {*profiles, *(name for turns in missing.values() for _, name in turns)}
@@ -372,24 +337,29 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
     with serving(args, [name for name in names if name in wanted]) as servers:
         for name, server in servers.items():
             write(args.work / f"{name}.json", server.facts())
-        for count, turns in missing.items():
+        warm = set()
+        for case, turns in missing.items():
             for name in dict.fromkeys(name for _, name in turns):
-                warm_up(args, servers[name], count)
+                steps = (name, case.count, case.input_len, case.output_len)
+                if steps not in warm:
+                    warm_up(args, servers[name], case)
+                warm.add(steps)
             for n, name in turns:
-                print(f"{name}: {count} at once, {n} of {args.repeat}", flush=True)
+                print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
                 before, preempted = compiled(), servers[name].preemptions()
                 with Watch() as watch:
-                    found = bench(args, servers[name], count, args.output_len)
+                    found = bench(args, servers[name], case)
                     found["gpu_meanwhile"] = watch.summary()
                 found["compiled"] = sorted(compiled() - before)
                 found["preemptions"] = round(servers[name].preemptions() - preempted)
-                write(place(args, name, count, n), found)
+                write(place(args, name, case, n), found)
         for name in profiles:
-            output = profile_delay(args) + 4 * PROFILED_STEPS
-            bench(args, servers[name], args.concurrency[0], output, "--profile")
+            profiled = replace(args.cases[0], load="burst", output_len=profile_delay(args) + 4 * PROFILED_STEPS)
+            bench(args, servers[name], profiled, "--profile")
 
 
 def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
+    first = args.cases[0]
     result: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -399,57 +369,21 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
         "kv_gib": args.kv_gib,
         "share_of": args.share_of,
         "tensor_parallel_size": args.tensor_parallel_size,
-        "input_len": args.input_len,
-        "output_len": args.output_len,
+        "input_len": first.input_len,
+        "output_len": first.output_len,
+        "goodput": args.goodput,
         "runs": {},
     }
     for name in args.runs:
         run = json.loads((args.work / f"{name}.json").read_text()) | {"concurrency": {}}
-        for count in args.concurrency:
-            every = [json.loads(place(args, name, count, n).read_text()) for n in range(1, args.repeat + 1)]
-            figures = [*(key for key, _, _ in COLUMNS), "total_input_tokens", "total_output_tokens"]
-            row = {key: statistics.median(found[key] for found in every) for key in figures}
-            row["compiled"] = sorted({name for found in every for name in found["compiled"]})
-            row["preemptions"] = sum(found["preemptions"] for found in every)
-            kept = [*figures, "gpu_meanwhile"]
-            row["repeats"] = [{key: found[key] for key in kept} for found in every]
-            run["concurrency"][str(count)] = row
+        for case in args.cases:
+            every = [json.loads(place(args, name, case, n).read_text()) for n in range(1, args.repeat + 1)]
+            row = row_of(every, args.tensor_parallel_size * args.share_of)
+            run["concurrency"][case.label] = {"case": asdict(case)} | row
         if args.profile:
             run["decode_step"] = attention_share(args.work / f"{name}-profile")
         result["runs"][name] = run
     return result
-
-
-def compiled_meanwhile(result: dict[str, Any]) -> bool:
-    return any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values())
-
-
-def spread(row: dict[str, Any], key: str, factor: float) -> str:
-    """In brackets, least and most of the repetitions."""
-    values = [found[key] * factor for found in row["repeats"]]
-    return f" ({min(values):,.2f}-{max(values):,.2f})" if len(values) > 1 else ""
-
-
-def table(result: dict[str, Any]) -> str:
-    heads = ["at once", "", *(head for _, head, _ in COLUMNS), "KV cache, tokens"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for count in next(iter(result["runs"].values()))["concurrency"]:
-        for name, run in result["runs"].items():
-            row = run["concurrency"][count]
-            values = [f"{row[key] * factor:,.2f}{spread(row, key, factor)}" for key, _, factor in COLUMNS]
-            mark = "*" if row["compiled"] else ""
-            capacity = f"{run['kv_cache_tokens']:,}" if "kv_cache_tokens" in run else ""
-            lines.append("| " + " | ".join([count, name + mark, *values, capacity]) + " |")
-    if compiled_meanwhile(result):
-        lines.append(COMPILED)
-    for name, run in result["runs"].items():
-        for count, row in run["concurrency"].items():
-            if number := row["preemptions"]:
-                lines.append(f"{name}, {count} at once: {number} requests were preempted; the cache is too small")
-        if step := run.get("decode_step"):
-            of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
-            lines.append(f"{name}: {step['share']:.1%} of {of} is attention")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -462,12 +396,13 @@ def main() -> None:
     )
     parser.add_argument("--base-url", metavar="URL", help="measure the server that runs there, by --model's name")
     parser.add_argument("--tensor-parallel-size", type=int, default=4)
-    parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
+    parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s, and those of --run")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="NAME=RUN …", help="as RUN, with VARIABLE=VALUE and options"
+    )
     parser.add_argument("--together", type=int, default=1, metavar="N", help="servers at a time, with --kv-gib")
     parser.add_argument("--kv-gib", type=int, metavar="G", help="GiB of each server's cache (default: all left)")
-    parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
-    parser.add_argument("--input-len", type=int, default=8192)
-    parser.add_argument("--output-len", type=int, default=8192)
+    add_options(parser)
     parser.add_argument("--repeat", type=int, default=1, help="measurements of each (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also the share of attention in a decode step")
     parser.add_argument("--port", type=int, default=8765)
@@ -481,10 +416,10 @@ def main() -> None:
         if args.share_of * args.tensor_parallel_size > 8:
             stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
     if args.base_url:
-        given = [name for name in ("dummy", "profile", "kv_gib", "serve_options") if getattr(args, name)]
+        given = [name for name in ("dummy", "profile", "kv_gib", "serve_options", "run") if getattr(args, name)]
         if given or args.together > 1:
-            stop("--base-url is of a server that runs already; --dummy, --profile, --together, --kv-gib and "
-                 "options for vllm serve are for those that are started.")  # fmt: skip
+            stop("--base-url is of a server that runs already; --dummy, --profile, --together, --kv-gib, "
+                 "--run and options for vllm serve are for those that are started.")  # fmt: skip
         if not Running(args.base_url).healthy():
             stop(f"nothing at {args.base_url} answers /health; give the URL of a vLLM server, without /v1.")
         args.runs = RUNNING
@@ -493,12 +428,15 @@ def main() -> None:
              "vLLM cannot measure its memory beside others.")  # fmt: skip
     if args.kv_gib is not None and args.kv_gib < 1:
         stop(f"--kv-gib is {args.kv_gib}; give 1 or more.")
+    try:
+        args.cases, args.every_run = cases(args), add_runs(RUNS, args.run)
+    except ValueError as error:
+        stop(str(error))
+    if args.runs == parser.get_default("runs"):
+        args.runs = ",".join(args.every_run)
     args.runs = args.runs.split(",")
-    if unknown := set(args.runs) - {*RUNS, *([RUNNING] if args.base_url else [])}:
-        stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
-        stop(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
-    args.concurrency = [int(count) for count in args.concurrency.split(",")]
+    if unknown := set(args.runs) - {*args.every_run, *([RUNNING] if args.base_url else [])}:
+        stop(f"--runs names {', '.join(unknown)}; there are {', '.join(args.every_run)}.")
     if args.repeat < 1:
         stop(f"--repeat is {args.repeat}; give 1 or more.")
     if not args.out.absolute().parent.is_dir():
@@ -511,10 +449,14 @@ def main() -> None:
         write_dummy(args.dummy, args.share_of)
         args.model = str(args.dummy)
     # What is in the folder is only good for the same question.
-    args.max_num_seqs = max(args.concurrency)
-    args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "base_url", "share_of", "tensor_parallel_size", "together", "kv_gib", "input_len",
-            "output_len", "serve_options", "max_num_seqs", "max_model_len")  # fmt: skip
+    args.max_num_seqs = max(case.count for case in args.cases)
+    args.max_model_len = 8 + max(case.input_len + case.output_len for case in args.cases)
+    if args.profile:
+        profiled = args.cases[0].input_len + profile_delay(args) + 4 * PROFILED_STEPS + 8
+        args.max_model_len = max(args.max_model_len, profiled)
+    args.shapes = sorted({f"{case.input_len}/{case.output_len}" for case in args.cases})
+    keys = ("model", "base_url", "share_of", "tensor_parallel_size", "together", "kv_gib", "shapes", "times",
+            "goodput", "run", "serve_options", "max_num_seqs", "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": args.dummy and SEEDED, "machine": machine()}
     asked = args.work / "question.json"
     measured = any(args.work.glob("*-[0-9]*.json"))

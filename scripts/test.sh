@@ -48,6 +48,11 @@ export FLASHINFER_RELEASES
 export RAY_PACKAGES=$cache/ray-2.60.0
 beside "$RAY_PACKAGES" ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 protobuf==7.36.2
 
+# For tests/glue/test_humming_experts.py. 15 MB of downloads.
+export HUMMING_PACKAGES=$cache/humming-kernels-0.1.2
+beside "$HUMMING_PACKAGES" humming-kernels==0.1.2 cuda-bindings==13.5.0 cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71 \
+    pyelftools==0.33 tabulate==0.10.0
+
 exec 9>&- # everything is there
 
 run() { # RELEASE, options of pytest

@@ -31,9 +31,12 @@ def test_serving_ratios():
     repeats = [{key: value * factor for key, value in again["runs"]["FP8"]["concurrency"]["16"].items()
                 if key != "compiled"} for factor in (0.9, 1.0, 1.1)]  # fmt: skip
     again["runs"]["FP8"]["concurrency"]["16"]["repeats"] = repeats
+    for run in again["runs"].values():  # another load, which is left out
+        run["concurrency"]["steady 16"] = run["concurrency"]["16"]
     bars = charts.serving_bars([tied, again])
     assert list(bars) == ["the share of one of 4 GPUs"]  # tied scores are out once measured again
     of_machine = bars["the share of one of 4 GPUs"]
+    assert list(of_machine["output_throughput"]["FP8"]) == [16]
     assert of_machine["output_throughput"]["FP8"][16] == pytest.approx((1.2, 1.08, 1.32))
     assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
 

@@ -20,7 +20,8 @@ import http.server, json, os, pathlib, socket, sys, threading, time
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps([*arguments, "drop-in", os.environ.get("VLLM_DSV4_DROP_IN")]) + "\\n")
+    calls.write(json.dumps([*arguments, "of this run", os.environ.get("VLLM_OF_THIS_RUN"),
+                            "drop-in", os.environ.get("VLLM_DSV4_DROP_IN")]) + "\\n")
 def compile(name):
     file = pathlib.Path.home() / ".triton/cache" / str(os.getpid()) / (name + ".cubin")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +75,9 @@ def main(arguments):
         time.sleep(60)
     if value("--num-prompts") == "2":
         compile("late_kernel")
-    keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
-    result = dict.fromkeys(keys + ["total_input_tokens", "total_output_tokens"], 1000.0)
+    keys = "duration output_throughput total_input_tokens total_output_tokens".split()
+    keys += [of + metric + "_ms" for of in ("mean_", "median_", "p99_") for metric in ("ttft", "tpot", "itl")]
+    result = dict.fromkeys(keys, 1000.0) | dict(request_goodput=7.0 if "--goodput" in arguments else None)
     if os.environ.get("RISING"):
         result["output_throughput"] = float(open(os.environ["CALLS"]).read().count('["bench"'))
     result["completed"] = int(value("--num-prompts")) - (os.environ.get("FAIL") == "one")
@@ -147,7 +149,8 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
     assert "| 2 | BF16* | " in done.stdout and "| 4 | BF16 | " in done.stdout and "\n*: kernels" in done.stdout
-    assert "| 4 | FP8 | 1,000.00 | 1,000.00 | 1.00 | 1.00 | 1,000.00 | 1,000.00 | 1,234,567 |" in done.stdout
+    assert "| 4 | FP8 | 1,000.00 | 1,000.00 | 250.00 | 1.00 | 1.00 | 1.00 | 1,000.00 | 1,000.00 |" in done.stdout
+    assert " | 1,000.00 | 1,234,567 |" in done.stdout and "good prompts" not in done.stdout
 
     done, calls = serve()
     assert (done.returncode, calls) == (0, [])
@@ -172,6 +175,67 @@ def test_repeated_measurements(serve, tmp_path):
     (tmp_path / "serve-work/FP8-4-2.json").unlink()
     done, calls = serve("--repeat", "3", "--runs", "FP8")
     assert [call[0] for call in calls] == ["serve", *["warm-up"] * 4, "bench"]
+
+
+def test_loads_and_shapes(serve, tmp_path):
+    """One server for all, warmed up once a shape; what is as it was by default has its old name in the result."""
+    words = [
+        "--shapes",
+        "1k/8,16/2k",
+        "--load",
+        "burst,steady,2.5",
+        "--times",
+        "3",
+        "--goodput",
+        "ttft:20",
+        "tpot:5",
+    ]
+    done, calls = serve("--runs", "FP8", "--concurrency", "4", *words)
+    assert done.returncode == 0, done.stderr
+    assert [call[0] for call in calls] == ["serve", *(["warm-up"] * 4 + ["bench"] * 3) * 2]
+    assert calls[0][calls[0].index("--max-model-len") + 1] == str(16 + 2048 + 8)
+    benches = [call for call in calls if call[0] == "bench"]
+    names = ("random-input-len", "random-output-len", "num-prompts", "max-concurrency")
+    asked = [[call[call.index(f"--{name}") + 1] for name in names] for call in benches]
+    assert asked == [[*shape, n, "4"] for shape in (["1024", "8"], ["16", "2048"]) for n in ("4", "12", "12")]
+    rates = [call[call.index("--request-rate") + 1] for call in benches if "--request-rate" in call]
+    assert rates == ["2.5"] * 2 and "2.5" in benches[2] and "2.5" in benches[5]
+    assert all(call[call.index("--goodput") + 1 :][:2] == ["ttft:20", "tpot:5"] for call in benches)
+    result = json.loads((tmp_path / "serve.json").read_text())
+    rows = result["runs"]["FP8"]["concurrency"]
+    assert list(rows) == [
+        f"{shape}{load} 4" for shape in ("1024/8", "16/2048") for load in ("", " steady", " 2.5")
+    ]
+    row = rows["16/2048 steady 4"]
+    assert row["case"] | {"input_len": 16, "load": "steady", "count": 4} == row["case"]
+    assert (row["request_goodput"], row["output_per_gpu"], row["output_per_user"]) == (7.0, 250.0, 1.0)
+    assert row["median_itl_ms"] == row["p99_itl_ms"] == 1000.0
+    assert "| 16/2048 steady 4 | FP8 | " in done.stdout and "| 7.00 | 1,234,567 |" in done.stdout
+
+    assert serve("--runs", "FP8", "--concurrency", "4", *words)[1] == []
+    done, calls = serve("--runs", "FP8", "--concurrency", "4", *words[:-1], "tpot:6")
+    assert (done.returncode, calls) == (1, []) and "holds measurements of something else" in done.stderr
+
+
+def test_runs_of_ones_own(serve):
+    """As another run, with more in its environment and more options."""
+    own = [
+        "--run",
+        "Triton=DropIn VLLM_OF_THIS_RUN='{\"a\": 1}' --moe-backend triton",
+        "--run",
+        "Big=Triton --x 'y z'",
+    ]
+    done, calls = serve("--concurrency", "4", "--runs", "FlashMLA,Triton,Big", *own)
+    assert done.returncode == 0, done.stderr
+    stock, triton, big = (call for call in calls if call[0] == "serve")
+    assert [call[-3:] for call in (stock, triton, big)] == [
+        [None, "drop-in", "0"], ['{"a": 1}', "drop-in", "1"], ['{"a": 1}', "drop-in", "1"]
+    ]  # fmt: skip
+    at = triton.index("--moe-backend")
+    assert triton[at - 4 : at + 2] == ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype",
+                                       "fp8_ds_mla", "--moe-backend", "triton"]  # fmt: skip
+    assert big[big.index("triton") + 1 :][:2] == ["--x", "y z"] and "--moe-backend" not in stock
+    assert "| 4 | Triton | " in done.stdout
 
 
 def test_servers_of_one_group_start_together_and_are_measured_in_turns(serve, tmp_path):
@@ -259,6 +323,18 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
         (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
         (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
         (["--repeat", "0"], "--repeat is 0; give 1 or more."),
+        (["--shapes", "8k"], "--shapes is '8k'; write tokens in and out, as in 1k/8k,8k/1k"),
+        (["--shapes", "8k/1k", "--input-len", "2"], "--shapes has what --input-len and --output-len say"),
+        (["--load", "fast"], "--load is 'fast'; write burst, steady or prompts a second"),
+        (["--load", "0"], "--load is '0'; write burst, steady or prompts a second"),
+        (["--times", "1"], "--times is 1; give 2 or more"),
+        (["--goodput", "ttft"], "--goodput has 'ttft'; write ttft, tpot or e2el, a colon and milliseconds."),
+        (
+            ["--run", "Mine=None --x"],
+            "--run is 'Mine=None --x'; write NAME=RUN and further words, with a new NAME",
+        ),
+        (["--run", "FP8=BF16 --x"], "--run is 'FP8=BF16 --x'; write NAME=RUN"),
+        (["--run", "Mine=FP8 'x"], "which a shell could not read (No closing quotation)."),
         (["--together", "2"], "--together is 2; give 1 or more, and --kv-gib with more than one: vLLM cannot"),
         (["--together", "0", "--kv-gib", "2"], "--together is 0; give 1 or more"),
         (["--kv-gib", "0"], "--kv-gib is 0; give 1 or more."),
@@ -343,14 +419,14 @@ def test_without_a_vllm_script_the_module_serves(serve, tmp_path):
 
 def test_names_of_attention_kernels():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import serve
+    import serve_report
 
     csrc = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.cu"))
     ours = set(re.findall(r"(\w+_kernel)\(const __grid_constant__", csrc))
     triton = ROOT / "overlay/common/vllm/third_party/mla_kernels"
     ours |= set(re.findall(r"^(\w+_kernel)\[", (triton / "triton_sparse_mla.py").read_text(), re.MULTILINE))
     ours |= set(re.findall(r"(_\w+_kernel)\[", "".join(path.read_text() for path in triton.glob("*.py"))))
-    attention = {name for name in ours if serve.ATTENTION.search(name)}
+    attention = {name for name in ours if serve_report.ATTENTION.search(name)}
     assert attention == {"sparse_mla_wgmma_kernel", "sparse_mla_m64_kernel", "sparse_mla_mma_kernel",
                          "_attend_kernel", "_merge_kernel"}  # fmt: skip
     assert ours - attention == {"insert_kernel", "_insert_kernel", "_compress_kernel", "_build_kernel",
@@ -359,12 +435,12 @@ def test_names_of_attention_kernels():
     for name in ("sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel",
                  "smxx::decode::get_mla_metadata_kernel", "smxx::decode::flash_fwd_mla_combine_kernel",
                  "sm90::fwd::sparse_attn_fwd_kernel"):  # fmt: skip
-        assert serve.ATTENTION.search(f"void {name}<64>(Params)")
+        assert serve_report.ATTENTION.search(f"void {name}<64>(Params)")
 
 
 def test_share_of_attention(tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import serve
+    import serve_report
 
     kernels = {"void sparse_mla_wgmma_kernel<true, 16>(Params)": 24.0, "nvjet_gemm": 40.0, "insert_kernel": 16.0}
     events = [{"cat": "kernel", "name": name, "dur": time} for name, time in kernels.items()]
@@ -374,14 +450,14 @@ def test_share_of_attention(tmp_path):
     for rank, found in enumerate([events, []]):
         with gzip.open(tmp_path / f"dp0_pp0_tp{rank}_dcp0_ep0_rank{rank}.1.pt.trace.json.gz", "wt") as file:
             json.dump({"traceEvents": found}, file)
-    found = serve.attention_share(tmp_path)
+    found = serve_report.attention_share(tmp_path)
     assert (found["kernels_us"], found["attention_us"], found["share"]) == (10.0, 3.0, 0.3)
     assert found["steps"] == {step: 8}
 
     with gzip.open(tmp_path / "dp0_pp0_tp0_dcp0_ep0_rank0.2.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events[-9:]}, file)
     with pytest.raises(SystemExit, match="json.gz has 8 steps and 0 kernels; remove it to profile again."):
-        serve.attention_share(tmp_path)
+        serve_report.attention_share(tmp_path)
     assert next(iter(found["longest_us"])) == "nvjet_gemm"
 
 

@@ -1,0 +1,111 @@
+"""What serve.py says of what it measured: one result of all runs, a table, and where a decode step's time goes."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+TRACE = "*rank0*.json.gz"
+# Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
+ATTENTION = re.compile(
+    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
+)
+COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
+# Key in the result of `vllm bench serve` or of `row_of`, heading, factor.
+COLUMNS = [
+    ("duration", "s", 1.0),
+    ("output_throughput", "output tok/s", 1.0),
+    ("output_per_gpu", "a GPU", 1.0),
+    ("output_per_user", "a user", 1.0),
+    ("mean_ttft_ms", "TTFT, s", 1e-3),
+    ("p99_ttft_ms", "P99", 1e-3),
+    ("mean_tpot_ms", "TPOT, ms", 1.0),
+    ("p99_tpot_ms", "P99", 1.0),
+    ("mean_itl_ms", "ITL, ms", 1.0),
+    ("p99_itl_ms", "P99", 1.0),
+]
+GOODPUT = ("request_goodput", "good prompts a second", 1.0)
+
+
+def attention_share(folder: Path) -> dict[str, Any]:
+    """GPU time of a decode step and what of it is attention, from rank 0's trace, with the longest kernels."""
+    traces = sorted(folder.glob(TRACE))
+    if not traces:
+        sys.exit(f"error: the profiler left no trace in {folder}.")
+    with gzip.open(traces[-1]) as file:
+        events = json.load(file)["traceEvents"]
+    # vLLM marks each step with what is in it.
+    steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    if not steps or not kernels:
+        sys.exit(
+            f"error: {traces[-1]} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again."
+        )
+    times: dict[str, float] = {}
+    for event in kernels:
+        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
+    total = sum(times.values())
+    attention = sum(time for name, time in times.items() if ATTENTION.search(name))
+    longest = sorted(times, key=lambda name: -times[name])[:12]
+    return {
+        "steps": dict(collections.Counter(steps)),
+        "kernels_us": round(total, 1),
+        "attention_us": round(attention, 1),
+        "share": round(attention / total, 4),
+        "longest_us": {name[:120]: round(times[name], 1) for name in longest},
+    }
+
+
+def row_of(repeats: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
+    """The medians of `repeats`, which are of one case, and each of them; with the tokens a second that one of
+    `gpus` writes, and that a user gets once the first has come."""
+    for found in repeats:
+        found["output_per_gpu"] = found["output_throughput"] / gpus
+        found["output_per_user"] = 1e3 / (found["median_tpot_ms"] or float("inf"))  # 0 for one token
+    figures = [key for key, *_ in COLUMNS] + ["total_input_tokens", "total_output_tokens", "median_itl_ms"]
+    if repeats[0].get("request_goodput") is not None:
+        figures.append("request_goodput")
+    row: dict[str, Any] = {key: statistics.median(found[key] for found in repeats) for key in figures}
+    row["compiled"] = sorted({name for found in repeats for name in found["compiled"]})
+    row["preemptions"] = sum(found["preemptions"] for found in repeats)
+    row["repeats"] = [{key: found[key] for key in [*figures, "gpu_meanwhile"]} for found in repeats]
+    return row
+
+
+def compiled_meanwhile(result: dict[str, Any]) -> bool:
+    return any(row["compiled"] for run in result["runs"].values() for row in run["concurrency"].values())
+
+
+def spread(row: dict[str, Any], key: str, factor: float) -> str:
+    """In brackets, least and most of the repetitions."""
+    values = [found[key] * factor for found in row["repeats"]]
+    return f" ({min(values):,.2f}-{max(values):,.2f})" if len(values) > 1 else ""
+
+
+def table(result: dict[str, Any]) -> str:
+    columns = [*COLUMNS, *([GOODPUT] if result["goodput"] else [])]
+    heads = ["at once", "", *(head for _, head, _ in columns), "KV cache, tokens"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for count in next(iter(result["runs"].values()))["concurrency"]:
+        for name, run in result["runs"].items():
+            row = run["concurrency"][count]
+            values = [f"{row[key] * factor:,.2f}{spread(row, key, factor)}" for key, _, factor in columns]
+            mark = "*" if row["compiled"] else ""
+            capacity = f"{run['kv_cache_tokens']:,}" if "kv_cache_tokens" in run else ""
+            lines.append("| " + " | ".join([count, name + mark, *values, capacity]) + " |")
+    if compiled_meanwhile(result):
+        lines.append(COMPILED)
+    for name, run in result["runs"].items():
+        for count, row in run["concurrency"].items():
+            if number := row["preemptions"]:
+                lines.append(f"{name}, {count} at once: {number} requests were preempted; the cache is too small")
+        if step := run.get("decode_step"):
+            of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
+            lines.append(f"{name}: {step['share']:.1%} of {of} is attention")
+    return "\n".join(lines)
