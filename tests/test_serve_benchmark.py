@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PORT = "18765"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+PORT = free_port()
 VLLM = """#!{python}
 import http.server, json, os, pathlib, socket, sys, threading, time
 arguments = sys.argv[1:]
@@ -280,8 +288,9 @@ def test_one_of_two_servers_that_ends_takes_the_other_along(serve, tmp_path):
 def test_a_server_that_runs(serve, tmp_path):
     env = os.environ | {"CALLS": str(tmp_path / "calls"), "HOME": str(tmp_path)}
     (tmp_path / "calls").write_text("")
-    other = subprocess.Popen([tmp_path / "bin/vllm", "serve", "m", "--port", "18767"], env=env)
-    url = "http://127.0.0.1:18767"
+    port = free_port()
+    other = subprocess.Popen([tmp_path / "bin/vllm", "serve", "m", "--port", port], env=env)
+    url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(100):
             try:
