@@ -5,13 +5,14 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import sparse_mla_series
 import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
-sparse_mla_backend = pytest.importorskip("vllm.dsv4_overlay.sparse_mla_backend", reason="only in 0.22 and 0.33.0")
-from vllm.dsv4_overlay import backend  # noqa: E402
+sparse_mla_series.needed()
+from vllm.dsv4_overlay import sparse_mla, sparse_mla_backend  # noqa: E402
 
 BACKEND = sparse_mla_backend.SparseMLABackend
 NEWER = hasattr(sparse_utils, "flat_kv_row_view")  # 0.33.0: metadata, picks and slots are vLLM's
@@ -155,7 +156,7 @@ def reasons(monkeypatch, capability=(9, 0), heads=16, rank=1536, **change):
             hf_text_config=SimpleNamespace(q_lora_rank=rank), get_num_attention_heads=lambda parallel: heads
         ),
     )
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: config)
     arguments = dict(
         head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
         use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,

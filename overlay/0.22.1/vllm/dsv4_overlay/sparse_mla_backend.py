@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.22.1 (and 0.22.0): its backend, metadata and
-implementation. `backend` says what it is."""
+implementation. `sparse_mla` says what it is."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import (
-    PAGE,
-    SparseMLABackendMixin,
-    attend_slots,
-    overriding,
-)
+from vllm.dsv4_overlay.backend import overriding
+from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, attend_slots
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
 from vllm.v1.attention.backend import (
     AttentionBackend,

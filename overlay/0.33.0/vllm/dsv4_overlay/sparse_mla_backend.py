@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.33.0: metadata, picks and their slots are vLLM's own.
-`backend` says what it is."""
+`sparse_mla` says what it is."""
 
 from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import (
-    PAGE,
-    SparseMLABackendMixin,
-    attend_slots,
-    overriding,
-)
+from vllm.dsv4_overlay.backend import overriding
+from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, attend_slots
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
