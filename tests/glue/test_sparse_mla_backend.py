@@ -2,11 +2,14 @@
 definition in float64; and what it refuses, before weights."""
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
 import sparse_mla_series
 import torch
+from sparse_mla_series import tree_with_series  # noqa: F401
+from test_real_config import LLAMA, on_hopper
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
@@ -149,43 +152,71 @@ def test_slots_over_packed_blocks(cache_dtype):
     assert sparse_mla_backend.SparseMLAMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
 
 
-def reasons(monkeypatch, capability=(9, 0), heads=16, rank=1536, **change):
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16",
+    "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "q_lora_rank": 2048, "kv_lora_rank": 512,
+    "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "max_position_embeddings": 8192,
+}  # fmt: skip
+V32 = GLM | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "num_attention_heads": 128}
+MODELS = {"glm": GLM, "v32": V32, "wide": V32 | {"num_attention_heads": 256}, "rank": V32 | {"q_lora_rank": None},
+          "llama": LLAMA}  # fmt: skip
+CASES = [
+    ("v32", {}, None),
+    ("v32", {"kv_cache_dtype": "fp8"}, None),
+    ("glm", {"kv_cache_dtype": "bfloat16"}, None),
+    ("glm", {"kv_cache_dtype": "fp8_ds_mla", "block_size": 128}, None),
+    ("v32", {"kv_cache_dtype": "fp8_e5m2"}, " has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, the "
+     "same), not fp8_e5m2; pass one of them as --kv-cache-dtype."),
+    ("v32", {"block_size": 16}, " reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 16."),
+    ("rank", {}, " serves models whose indexer reads the compressed query, and this one's configuration has no "
+     "q_lora_rank."),
+    ("wide", {}, " has at most 128 heads on a GPU, and this model has 256; raise --tensor-parallel-size."),
+    ("llama", {}, " serves models with an indexer and cache rows of 576 values (DeepSeek V3.2, GLM-5), and "
+     "LlamaForCausalLM is none."),
+]  # fmt: skip
+
+
+def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_path):  # noqa: F811
+    """By the member of the enum, in a process whose vLLM has the series, as on an H200."""
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    named = {"attention_backend": "MLA_KERNELS_SPARSE", "skip_tokenizer_init": True, "max_model_len": 4096}
+    requests = [{"model": str(tmp_path / model)} | named | options for model, options, _ in CASES]
+    answers = on_hopper(tree_with_series, tmp_path, requests)
+    for (model, options, sentence), answer in zip(CASES, answers, strict=True):
+        if sentence:
+            assert f"MLA_KERNELS_SPARSE{sentence}" in answer["error"], (model, options)
+        else:
+            assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
+
+
+def test_gpus_without_deepgemm(monkeypatch):
+    gpu = SimpleNamespace(support_deep_gemm=lambda: False, get_device_capability=lambda: DeviceCapability(8, 6))
+    monkeypatch.setattr(sparse_mla, "current_platform", gpu)
     config = SimpleNamespace(
-        parallel_config=None,
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(q_lora_rank=rank), get_num_attention_heads=lambda parallel: heads
-        ),
-    )
-    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: config)
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="MLA_KERNELS_SPARSE")),
+        model_config=SimpleNamespace(hf_text_config=None), cache_config=None,
+    )  # fmt: skip
+    said = "^MLA_KERNELS_SPARSE takes .*DeepGEMM, which does not serve this GPU .compute capability 8.6..\\.$"
+    with pytest.raises(ValueError, match=said):
+        sparse_mla.verify_config(config)
+    config.attention_config.backend.name = "FLASHMLA_SPARSE"
+    sparse_mla.verify_config(config)
+
+
+def test_vllm_asks_again_when_it_makes_a_layer(monkeypatch):
+    """A backend that was set for some layers only does not reach the first check."""
+    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: "configuration")
+    monkeypatch.setattr(sparse_mla, "refusal", lambda config: f"of {config}")
     arguments = dict(
         head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
         use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
-        device_capability=DeviceCapability(*capability), attn_type="decoder",
+        device_capability=DeviceCapability(8, 0), attn_type="decoder",
     )  # fmt: skip
-    known = inspect.signature(BACKEND.validate_configuration).parameters
-    return BACKEND.validate_configuration(**{k: v for k, v in (arguments | change).items() if k in known})
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8_ds_mla", "fp8"])
-def test_what_it_serves(monkeypatch, capability, cache_dtype):
-    assert reasons(monkeypatch, capability, kv_cache_dtype=cache_dtype) == []
-
-
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
-        (dict(capability=(7, 5)), "needs a GPU of compute capability 8.0 or newer, and this one has 7.5."),
-        (dict(head_size=512), "reads rows of 576 values (DeepSeek V3.2, GLM-5), and this model has 512."),
-        (dict(kv_cache_dtype="fp8_e5m2"), "not fp8_e5m2; pass one of them as --kv-cache-dtype."),
-        (dict(block_size=16), "reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 16."),
-        (dict(rank=None), "this one's configuration has no q_lora_rank."),
-        (dict(heads=129), "has at most 128 heads on a GPU, and this model has 129; raise --tensor-parallel-size."),
-    ],
-)
-def test_refusals(monkeypatch, change, sentence):
-    said = reasons(monkeypatch, **change)[-1]
-    assert said.startswith("MLA_KERNELS_SPARSE ") and said.endswith(sentence)
+    assert BACKEND.validate_configuration(**arguments) == ["of configuration"]
 
 
 def test_fp8_becomes_the_656_byte_rows():

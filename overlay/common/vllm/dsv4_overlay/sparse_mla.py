@@ -6,7 +6,8 @@ far as every release has it alike; `sparse_mla_backend` has the rest."""
 from typing import ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.third_party.mla_kernels import (
     MAX_HEADS,
@@ -56,60 +57,64 @@ class SparseMLABackendMixin:
         return capability.major >= 8
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        *others: object,
-    ) -> str | None:
-        """The first reason against it, a sentence. vLLM asks when it makes the model,
-        before it reads weights."""
-        capability = others[-1]
-        assert isinstance(capability, DeviceCapability)
-        return sparse_mla_refusal(head_size, kv_cache_dtype, block_size, capability)
+    def supports_combination(cls, *args: object) -> str | None:
+        """vLLM asks when it makes a layer, before it reads weights."""
+        return refusal(get_current_vllm_config())
 
 
-def sparse_mla_refusal(
-    head_size: int,
-    kv_cache_dtype: str | None,
-    block_size: int | None,
-    capability: DeviceCapability,
-) -> str | None:
-    if not SparseMLABackendMixin.supports_compute_capability(capability):
+def verify_config(vllm_config: VllmConfig) -> None:
+    """Refuse what MLA_KERNELS_SPARSE cannot serve when it is asked for, before a model
+    that would fail in words of its own is made.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    backend = vllm_config.attention_config.backend
+    if backend and backend.name == SPARSE_MLA and (why := refusal(vllm_config)):
+        raise ValueError(why)
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Why MLA_KERNELS_SPARSE cannot serve this configuration, a sentence, or None."""
+    model, cache = config.model_config, config.cache_config
+    hf_config = model.hf_text_config
+    if not current_platform.support_deep_gemm():
+        capability = current_platform.get_device_capability()
         return (
-            f"{SPARSE_MLA} needs a GPU of compute capability 8.0 or newer, and this "
-            f"one has {capability.as_version_str()}."
+            f"{SPARSE_MLA} takes the indexer's scores from DeepGEMM, which does not "
+            f"serve this GPU (compute capability {capability.as_version_str()})."
         )
-    if head_size != HEAD_SIZE:
+    if model.get_head_size() != HEAD_SIZE or not hasattr(hf_config, "index_topk"):
         return (
-            f"{SPARSE_MLA} reads rows of {HEAD_SIZE} values (DeepSeek V3.2, GLM-5), "
-            f"and this model has {head_size}."
+            f"{SPARSE_MLA} serves models with an indexer and cache rows of {HEAD_SIZE} "
+            f"values (DeepSeek V3.2, GLM-5), and {model.architecture} is none."
         )
-    if kv_cache_dtype not in (None, *CACHE_DTYPES):
-        return (
-            f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, "
-            f"the same), not {kv_cache_dtype}; pass one of them as --kv-cache-dtype."
-        )
-    if block_size is not None and block_size % PAGE:
-        return (
-            f"{SPARSE_MLA} reads pages of {PAGE} tokens, so --block-size must be a "
-            f"multiple of {PAGE}, and is {block_size}."
-        )
-    config = get_current_vllm_config()
-    if config.model_config is None:
-        return None
-    if getattr(config.model_config.hf_text_config, "q_lora_rank", None) is None:
+    if getattr(hf_config, "q_lora_rank", None) is None:
         return (
             f"{SPARSE_MLA} serves models whose indexer reads the compressed query, and "
             "this one's configuration has no q_lora_rank."
         )
-    heads = config.model_config.get_num_attention_heads(config.parallel_config)
+    if cache.cache_dtype not in CACHE_DTYPES:
+        return (
+            f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, "
+            f"the same), not {cache.cache_dtype}; pass one of them as "
+            "--kv-cache-dtype."
+        )
+    if cache.user_specified_block_size and cache.block_size % PAGE:
+        return (
+            f"{SPARSE_MLA} reads pages of {PAGE} tokens, so --block-size must be a "
+            f"multiple of {PAGE}, and is {cache.block_size}."
+        )
+    heads = model.get_num_attention_heads(config.parallel_config)
     if heads > MAX_HEADS:
         return (
             f"{SPARSE_MLA} has at most {MAX_HEADS} heads on a GPU, and this model has "
             f"{heads}; raise --tensor-parallel-size."
+        )
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return (
+            f"{SPARSE_MLA} reads whole sequences on each GPU; leave "
+            "--decode-context-parallel-size at 1."
         )
     return None
 
