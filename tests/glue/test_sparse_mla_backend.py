@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.mla import sparse_utils
 
 sparse_mla_series.needed()
-from vllm.dsv4_overlay import sparse_mla, sparse_mla_backend  # noqa: E402
+from vllm.dsv4_overlay import sparse_mla, sparse_mla_attention, sparse_mla_backend  # noqa: E402
 
 BACKEND = sparse_mla_backend.SparseMLABackend
 NEWER = hasattr(sparse_utils, "flat_kv_row_view")  # 0.33.0: metadata, picks and slots are vLLM's
@@ -68,6 +68,7 @@ class Batch:
         starts = torch.tensor([0, *(tokens for _, tokens in MIXED)]).cumsum(0, dtype=torch.int32)
         arguments = dict(
             query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths),
             num_reqs=len(MIXED), num_actual_tokens=tokens + padding, max_query_len=65, max_seq_len=max(lengths),
             block_table_tensor=self.table, slot_mapping=torch.zeros(tokens + padding, dtype=torch.int64),
         )  # fmt: skip
@@ -90,24 +91,42 @@ class Batch:
         assert error < 2**-8, error  # the output's own rounding and that of weights
 
 
+PREFILLS = pytest.mark.parametrize("prefill", ["in_place", "workspace"])
 CACHES = pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
 
 
-def implementation(cache_dtype, picked):
-    impl = torch.nn.Module.__new__(sparse_mla_backend.SparseMLAImpl)
-    vars(impl).update(scale=SCALE, kv_cache_dtype=cache_dtype, num_heads=HEADS, topk_indices_buffer=picked)
-    return impl
+def settings(prefill):
+    """Of a server; the workspace holds 200 rows."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=40),
+        additional_config={"sparse_mla_prefill": prefill},
+    )
+
+
+@pytest.fixture
+def workspace(monkeypatch):
+    """How many rows were asked for, each time; they hold what others left there."""
+    asked = []
+
+    def get_simultaneous(shape_and_dtype):
+        asked.append(shape_and_dtype[0])
+        return [torch.full(shape_and_dtype[0], torch.nan, dtype=shape_and_dtype[1])]
+
+    manager = SimpleNamespace(get_simultaneous=get_simultaneous)
+    monkeypatch.setattr(sparse_mla_attention, "current_workspace_manager", lambda: manager)
+    return asked
 
 
 @CACHES
 @pytest.mark.skipif(NEWER, reason="0.33.0 has metadata of its own")
-def test_a_mixed_batch_is_one_call(cache_dtype):
+@PREFILLS
+def test_a_mixed_batch(cache_dtype, prefill, workspace, monkeypatch):
     batch = Batch(cache_dtype)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    )
+    config = settings(prefill)
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
     spec = SimpleNamespace(block_size=PAGE)
     builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     assert builder.reorder_batch_threshold == 3  # two drafts are decoded
@@ -125,31 +144,69 @@ def test_a_mixed_batch_is_one_call(cache_dtype):
     assert BACKEND.get_kv_cache_shape(7, PAGE, 1, 576, cache_dtype)[2] == batch.cache.shape[2]
     q = batch.q.split((512, 64), -1)
     out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
-    assert lse is None
+    assert lse is None and workspace == [(200, 576)] * (2 if prefill == "workspace" else 0)
     batch.check(out)
     assert (out[len(batch.owner) :] == 0).all()  # padding sees nothing, whatever its picks are
 
 
 @CACHES
+@PREFILLS
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has no rows of other layers between a layer's blocks")
-def test_slots_over_packed_blocks(cache_dtype):
+def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
     batch = Batch(cache_dtype, between=3 * PAGE, padding=0)
     tokens = len(batch.owner)
     _, stride = sparse_utils.flat_kv_row_view(batch.cache, PAGE)
     assert stride == 4 * PAGE
-    slots = sparse_utils.triton_convert_req_index_to_global_index(
-        torch.tensor(batch.owner, dtype=torch.int32), batch.table, batch.picked[:tokens],
-        BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
-    )  # fmt: skip
-    impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
-    impl.scale = SCALE
-    assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
+    owner = torch.tensor(batch.owner, dtype=torch.int32)
     q = batch.q.split((512, 64), -1)
-    given = dict(layer=None, block_size=PAGE, is_decode=False)
-    out, lse = impl._forward_mqa_kernel(q, batch.cache, slots, None, **given)
-    assert lse is None
+    impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
+    impl.scale, impl.topk_indices_buffer = SCALE, batch.picked
+    assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
+
+    theirs = SimpleNamespace(req_id_per_token=owner, block_table=batch.table, block_size=PAGE)
+    monkeypatch.setattr(sparse_mla_backend.SparseMLACommonMetadataBuilder, "build", lambda *given: theirs)
+    builder = sparse_mla_backend.SparseMLAMetadataBuilder.__new__(sparse_mla_backend.SparseMLAMetadataBuilder)
+    builder.vllm_config, builder.reorder_batch_threshold = settings(prefill), 3
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+    metadata = builder.build(0, batch.common)
+    if prefill == "in_place":
+        assert metadata.separate is None
+        slots = sparse_utils.triton_convert_req_index_to_global_index(
+            owner, batch.table, batch.picked[:tokens],
+            BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
+        )  # fmt: skip
+        given = dict(layer=None, block_size=PAGE, is_decode=False)
+        out, lse = impl._forward_mqa_kernel(q, batch.cache, slots, None, **given)
+    else:
+        out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
+    assert lse is None and workspace == [(200, 576)] * (prefill == "workspace")
     batch.check(out)
-    assert sparse_mla_backend.SparseMLAMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_chunks_of_prefills():
+    """Prefills follow each other until the next does not fit; decodes have no part in it."""
+    batch = Batch("auto")
+    owner = torch.tensor(batch.owner + [len(MIXED)] * 5, dtype=torch.int32)
+    decodes = sum(tokens for _, tokens in MIXED[:3])
+    for rows, starts, chunks in (
+        (200, [0, 0], [(slice(5, 25), [(3, 0, 149)]), (slice(25, 90), [(4, 0, 65)])]),
+        (214, [0, 149], [(slice(5, 90), [(3, 0, 149), (4, 149, 214)])]),
+    ):
+        found = sparse_mla_attention.separate_prefills(batch.common, owner, 3, rows)
+        assert (found.decode_tokens, found.starts.tolist(), found.chunks) == (decodes, starts, chunks)
+        assert found.prefill_of_token.tolist() == [-1] * decodes + [0] * 20 + [1] * 65 + [-1] * 5
+    assert sparse_mla_attention.separate_prefills(batch.common, owner, 3, 0) is None
+    assert sparse_mla_attention.separate_prefills(batch.common, owner, 65, 200) is None
+
+
+@CACHES
+def test_a_long_request_is_gathered_in_pieces(cache_dtype, monkeypatch):
+    monkeypatch.setattr(sparse_mla_attention, "_BLOCKS_AT_ONCE", 2)
+    batch = Batch(cache_dtype)
+    out = torch.full((203, 576), torch.nan, dtype=BF16)
+    sparse_mla_attention._gather(batch.cache, batch.table[2], out)
+    want = batch.held.view(-1, PAGE, 576)[batch.table[2, :4].long()].flatten(0, 1)[:203]
+    assert torch.equal(out, want.to(BF16))
 
 
 GLM = {
@@ -193,17 +250,41 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_pa
             assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
 
 
-def test_gpus_without_deepgemm(monkeypatch):
-    gpu = SimpleNamespace(support_deep_gemm=lambda: False, get_device_capability=lambda: DeviceCapability(8, 6))
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({}, None),
+        ({"deep_gemm": False}, "takes the indexer's scores from DeepGEMM, which does not serve this GPU (compute "
+         "capability 8.6)."),
+        ({"dcp": 2}, "reads whole sequences on each GPU; leave --decode-context-parallel-size at 1."),
+        ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
+        ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
+         "in_place or workspace."),
+    ],
+)  # fmt: skip
+def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
+    given = SimpleNamespace(**{"deep_gemm": True, "dcp": 1, "hisparse": None, "prefill": "in_place"} | change)
+    gpu = SimpleNamespace(
+        support_deep_gemm=lambda: given.deep_gemm, get_device_capability=lambda: DeviceCapability(8, 6)
+    )
     monkeypatch.setattr(sparse_mla, "current_platform", gpu)
     config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=SimpleNamespace(name="MLA_KERNELS_SPARSE")),
-        model_config=SimpleNamespace(hf_text_config=None), cache_config=None,
+        attention_config=SimpleNamespace(
+            backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
+        ),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8),
+            get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: 128,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),
+        additional_config={"sparse_mla_prefill": given.prefill},
     )  # fmt: skip
-    said = "^MLA_KERNELS_SPARSE takes .*DeepGEMM, which does not serve this GPU .compute capability 8.6..\\.$"
-    with pytest.raises(ValueError, match=said):
-        sparse_mla.verify_config(config)
-    config.attention_config.backend.name = "FLASHMLA_SPARSE"
+    if sentence:
+        with pytest.raises(ValueError) as error:
+            sparse_mla.verify_config(config)
+        assert str(error.value) == f"MLA_KERNELS_SPARSE {sentence}"
+        config.attention_config.backend.name = "FLASHMLA_SPARSE"
     sparse_mla.verify_config(config)
 
 

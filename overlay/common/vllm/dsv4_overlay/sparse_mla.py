@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE, the sparse MLA of DeepSeek V3.2 and GLM-5 over 576-wide rows, as
-far as every release has it alike; `sparse_mla_backend` has the rest."""
+far as every release has it alike: what it is and refuses. `sparse_mla_attention` has
+its two ways to attend, `sparse_mla_backend` the rest."""
 
 from typing import ClassVar
 
@@ -9,24 +10,24 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.third_party.mla_kernels import (
-    MAX_HEADS,
-    flash_mla_sparse_fwd,
-    flash_mla_with_kvcache,
-)
+from vllm.third_party.mla_kernels import MAX_HEADS
 
 SPARSE_MLA = "MLA_KERNELS_SPARSE"
 PAGE = 64
 HEAD_SIZE = 576
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
+# In --additional-config: prefills read their rows in place, or from a workspace.
+PREFILL = "sparse_mla_prefill"
+_PREFILLS = ("in_place", "workspace")
 
 
 class SparseMLABackendMixin:
     """What it is and refuses, for a class of vLLM's `AttentionBackend`.
 
     Every token of a batch, decode or prefill, is one call over the rows in place, with
-    as many heads as the GPU has: no padding to 64, no second path for prefill and none
-    of FLASHMLA_SPARSE's workspace of 5 * max_model_len BF16 rows (900 MiB at 163840).
+    as many heads as the GPU has: no padding to 64, and none of FLASHMLA_SPARSE's
+    workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
+    back, to compare with.
 
     No GPU has run it yet. So its series is applied on request only, and vLLM's list of
     priorities does not have it.
@@ -116,40 +117,23 @@ def refusal(config: VllmConfig) -> str | None:
             f"{SPARSE_MLA} reads whole sequences on each GPU; leave "
             "--decode-context-parallel-size at 1."
         )
+    if getattr(config.attention_config, "hisparse_config", None):  # from 0.33.0 on
+        return f"{SPARSE_MLA} reads rows in GPU memory only; leave HiSparse off."
+    if (prefill := _prefill(config)) not in _PREFILLS:
+        return (
+            f"{SPARSE_MLA} knows no {PREFILL} {prefill!r} in --additional-config; it "
+            f"may be {' or '.join(_PREFILLS)}."
+        )
     return None
 
 
-def attend_slots(
-    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of each token over its slots.
+def _prefill(config: VllmConfig) -> object:
+    options = config.additional_config
+    return options.get(PREFILL, "in_place") if isinstance(options, dict) else "in_place"
 
-    Args:
-        q: BF16 `[tokens, heads, 576]`, or its first 512 and its last 64 dimensions.
-        rows: the cache, `[blocks, block_size, 576]` BF16 or `[blocks, block_size, 656]`
-            bytes.
-        slots: int32 `[tokens, columns]`, block * block_size + row, -1 for none.
 
-    Returns:
-        BF16 `[tokens, heads, 512]`; zeros for a token without a key.
-    """
-    if isinstance(q, tuple):
-        q = torch.cat(q, dim=-1)
-    if rows.shape[-1] == HEAD_SIZE:
-        flat = rows.view(-1, 1, HEAD_SIZE)  # never a copy of the cache
-        return flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)[0]
-    out, _ = flash_mla_with_kvcache(
-        q.unsqueeze(1),
-        rows.view(torch.uint8).unsqueeze(2),
-        block_table=None,
-        cache_seqlens=None,
-        head_dim_v=512,
-        tile_scheduler_metadata=None,
-        softmax_scale=scale,
-        is_fp8_kvcache=True,
-        indices=slots.unsqueeze(1),
-    )
-    return out.squeeze(1)
+def workspace_rows(config: VllmConfig) -> int:
+    """Rows of the workspace for prefills, FLASHMLA_SPARSE's; 0 if they are read in
+    place."""
+    separate = _prefill(config) == "workspace"
+    return 5 * config.model_config.max_model_len if separate else 0
