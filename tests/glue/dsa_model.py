@@ -159,11 +159,14 @@ def main():
         "page": sorted({layer.get_kv_cache_spec(config).page_size_bytes for layer in layers}),
         "block": config.cache_config.block_size,
     }
-    print("\n" + json.dumps(found), flush=True)
+    if not hopper.platforms.current_platform.support_deep_gemm():
+        import dsa_indexer
+
+        found["differ"] += [token for step in dsa_indexer.STEPS for token in dsa_indexer.wrong_tokens(step)]
     draft = next_token_layer(config)
     names = draft.load_weights(loader.get_all_weights(config.model_config, draft))
     found["missing"] += sorted(set(dict(draft.named_parameters())) - names)
-    print(json.dumps(found))
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sparse_mla_series import tree_with_series  # noqa: F401
+from sparse_mla_series import SERIES, tree_with_series  # noqa: F401
 
 HERE = Path(__file__).parent
 
@@ -17,7 +17,9 @@ HERE = Path(__file__).parent
     "model, given, cache, width", [("v3.2", "fp8", "fp8_ds_mla", 656), ("glm-5", "auto", "auto", 1152)]
 )
 def test_vllm_loads_a_mini_checkpoint(tree_with_series, model, given, cache, width):  # noqa: F811
-    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    """In 0.22.1 on an A100, where nothing of vLLM's own serves it: also what its indexer picks there."""
+    gpu = "8.0" if SERIES.release == "0.22.1" else "9.0"
+    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CAPABILITY": gpu, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, HERE / "dsa_model.py", model, given]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -254,8 +254,6 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_pa
     "change, sentence",
     [
         ({}, None),
-        ({"deep_gemm": False}, "takes the indexer's scores from DeepGEMM, which does not serve this GPU (compute "
-         "capability 8.6)."),
         ({"dcp": 2}, "reads whole sequences on each GPU; leave --decode-context-parallel-size at 1."),
         ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
         ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
@@ -263,11 +261,7 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_pa
     ],
 )  # fmt: skip
 def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
-    given = SimpleNamespace(**{"deep_gemm": True, "dcp": 1, "hisparse": None, "prefill": "in_place"} | change)
-    gpu = SimpleNamespace(
-        support_deep_gemm=lambda: given.deep_gemm, get_device_capability=lambda: DeviceCapability(8, 6)
-    )
-    monkeypatch.setattr(sparse_mla, "current_platform", gpu)
+    given = SimpleNamespace(**{"dcp": 1, "hisparse": None, "prefill": "in_place"} | change)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
@@ -288,16 +282,30 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
     sparse_mla.verify_config(config)
 
 
-def test_vllm_asks_again_when_it_makes_a_layer(monkeypatch):
-    """A backend that was set for some layers only does not reach the first check."""
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_vllm_asks_when_it_makes_a_layer(monkeypatch, capability):
+    """About the GPU, and about the configuration again: a backend of some layers only is not checked there."""
+    gpu = DeviceCapability(*capability)
+    served = capability in ((9, 0), (10, 0)) or (NEWER and capability == (12, 0))
+    monkeypatch.setattr(sparse_mla, "current_platform", SimpleNamespace(support_deep_gemm=lambda: served))
     monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: "configuration")
     monkeypatch.setattr(sparse_mla, "refusal", lambda config: f"of {config}")
     arguments = dict(
         head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
         use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
-        device_capability=DeviceCapability(8, 0), attn_type="decoder",
+        device_capability=gpu, attn_type="decoder",
     )  # fmt: skip
-    assert BACKEND.validate_configuration(**arguments) == ["of configuration"]
+    said = BACKEND.validate_configuration(**arguments)[-1]
+    version = gpu.as_version_str()
+    if capability < (8, 0):
+        assert said == "MLA_KERNELS_SPARSE needs a GPU of compute capability 8.0 or newer, and this one has 7.5."
+    elif NEWER and not served:
+        assert said == (
+            "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM, and that does "
+            f"not serve this GPU (compute capability {version})."
+        )
+    else:
+        assert said == "of configuration"
 
 
 def test_fp8_becomes_the_656_byte_rows():

@@ -37,8 +37,10 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@overriding()
+@overriding("needs_deep_gemm")
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
+    needs_deep_gemm = True
+
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: AttentionSpec | None = None,

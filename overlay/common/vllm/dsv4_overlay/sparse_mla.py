@@ -35,6 +35,7 @@ class SparseMLABackendMixin:
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    needs_deep_gemm: ClassVar[bool] = False
 
     @staticmethod
     def get_name() -> str:
@@ -60,6 +61,20 @@ class SparseMLABackendMixin:
     @classmethod
     def supports_combination(cls, *args: object) -> str | None:
         """vLLM asks when it makes a layer, before it reads weights."""
+        capability = args[-1]
+        assert isinstance(capability, DeviceCapability)
+        found = capability.as_version_str()
+        if not cls.supports_compute_capability(capability):
+            return (
+                f"{SPARSE_MLA} needs a GPU of compute capability 8.0 or newer, and "
+                f"this one has {found}."
+            )
+        if cls.needs_deep_gemm and not current_platform.support_deep_gemm():
+            return (
+                f"{SPARSE_MLA} takes the indexer's scores from DeepGEMM in this "
+                "release of vLLM, and that does not serve this GPU (compute capability "
+                f"{found})."
+            )
         return refusal(get_current_vllm_config())
 
 
@@ -76,15 +91,10 @@ def verify_config(vllm_config: VllmConfig) -> None:
 
 
 def refusal(config: VllmConfig) -> str | None:
-    """Why MLA_KERNELS_SPARSE cannot serve this configuration, a sentence, or None."""
+    """Why MLA_KERNELS_SPARSE cannot serve this configuration on any GPU, a sentence, or
+    None."""
     model, cache = config.model_config, config.cache_config
     hf_config = model.hf_text_config
-    if not current_platform.support_deep_gemm():
-        capability = current_platform.get_device_capability()
-        return (
-            f"{SPARSE_MLA} takes the indexer's scores from DeepGEMM, which does not "
-            f"serve this GPU (compute capability {capability.as_version_str()})."
-        )
     if model.get_head_size() != HEAD_SIZE or not hasattr(hf_config, "index_topk"):
         return (
             f"{SPARSE_MLA} serves models with an indexer and cache rows of {HEAD_SIZE} "
