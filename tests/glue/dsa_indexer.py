@@ -6,12 +6,17 @@ import types
 
 import torch
 from vllm.model_executor.layers import sparse_attn_indexer as layer
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer
 
 HEADS, DIM, PAGE, TOPK, FP8 = 2, 128, 64, 512, torch.float8_e4m3fn
 # Of each request: keys, and the tokens of this step, which are its last. Not in one step: vLLM's picks for the
 # padding of ragged drafts overwrite those of the prefills behind them.
-STEPS = {"drafts": ((900, 1), (640, 3), (20, 2)), "prefills": ((700, 5), (600, 3))}
+STEPS = {
+    "decodes": ((900, 1), (640, 1), (20, 1)),
+    "drafts": ((900, 1), (640, 3), (20, 2)),
+    "prefills": ((700, 5), (600, 3)),
+}
 
 
 def take(scores, starts, ends, picks):
@@ -47,6 +52,25 @@ class Workspaces:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
 
 
+def built(table, lengths):
+    """The metadata of single tokens, by vLLM's builder, which finds DeepGEMM installed."""
+    indexer.has_deep_gemm, indexer.num_compute_units = lambda: True, int
+    indexer.get_total_cp_world_size = lambda: 1
+    config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=8),
+        model_config=types.SimpleNamespace(max_model_len=1024), speculative_config=None,
+        attention_config=types.SimpleNamespace(use_fp4_indexer_cache=False),
+    )  # fmt: skip
+    spec = types.SimpleNamespace(block_size=PAGE, storage_block_size=PAGE)
+    builder = indexer.DeepseekV32IndexerMetadataBuilder(spec, ["layer"], config, torch.device("cpu", 0))
+    n = len(lengths)
+    starts = torch.arange(n + 1, dtype=torch.int32)
+    return builder.build(0, CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=n, num_actual_tokens=n,
+        max_query_len=1, max_seq_len=int(lengths.max()), block_table_tensor=table, slot_mapping=torch.zeros(n),
+    ))  # fmt: skip
+
+
 def wrong_tokens(step):
     """Which tokens of a step got other keys than they should."""
     gen = torch.Generator().manual_seed(0)
@@ -65,7 +89,9 @@ def wrong_tokens(step):
     metadata = indexer.DeepseekV32IndexerMetadata(None, 900, torch.zeros(tokens), 0, 0, 0, 0)
     sees = [[keys - new + i + 1 for i in range(new)] for keys, new in requests]
     cu = torch.tensor([0, *(keys for keys, _ in requests)]).cumsum(0).int()
-    if step == "drafts":
+    if step == "decodes":
+        metadata = built(table, torch.tensor([keys for keys, _ in requests]).int())
+    elif step == "drafts":
         most = max(map(len, sees))
         metadata.num_decodes, metadata.num_decode_tokens = len(requests), tokens
         metadata.decode = indexer.DeepSeekV32IndexerDecodeMetadata(
