@@ -63,13 +63,13 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     touched = find_series(ROOT, record["release"], names).files
     assert {file["path"] for file in report["files"] if file["action"] == "patched"} == touched.keys()
     added = {file["path"] for file in report["files"] if file["action"] == "added"}
-    assert ("vllm/dsv4_overlay/backend.py" in added) == (names != ["drop-in"])
+    assert ("vllm/dsv4_overlay/backend.py" in added) == bool({"full-width", "sparse-mla"} & set(names))
     assert ("vllm/dsv4_overlay/sparse_mla.py" in added) == ("sparse-mla" in names)
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"
-    if name and len(stack.releases) > 1:
+    if names != list(stack.releases):
         message = engine.refused("patch-changed", tmp_path)["message"]
-        has = " and ".join(names)
-        assert message.startswith(f"{tmp_path} has {has} applied and not drop-in and full-width; run with --re")
+        has, usual = " and ".join(names), " and ".join(stack.releases)
+        assert message.startswith(f"{tmp_path} has {has} applied and not {usual}; run with --revert")
     engine.ok(tmp_path, "--revert")
     assert snapshot(tmp_path) == before
 
