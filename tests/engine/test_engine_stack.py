@@ -183,6 +183,17 @@ def test_series_that_want_the_same_lines(tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_others_change_what_a_series_does_not_pin(engine, monkeypatch):
+    """Of another release that it serves, check has the files it pins; for the rest, the others' check looks."""
+    own = "vllm/__init__.py"
+    folder = engine.root / f"patches/third/{RELEASE}"
+    make_repo(engine.root, name="third", patches={"one.patch": [own]}, edited={own: b"more = 1\n"}, overlay={})
+    monkeypatch.setattr(maintain.fetch, "archive", lambda series, release: release)
+    monkeypatch.setattr(maintain, "pristine_from_archive", lambda release: PRISTINE)
+    problems, _ = maintain.check(engine.root, folder, lambda series: PRISTINE, served=True)
+    assert not [problem for problem in problems if "together" in problem]
+
+
 @pytest.mark.parametrize("options", [[], ["--series", "drop-in"]])
 def test_a_record_that_git_clean_took(engine, tmp_path, options):
     target = make_target(tmp_path / "t", "git")

@@ -19,14 +19,12 @@ import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.layouts import FP8, Fp8Blocks  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
-from vllm.dsv4_overlay import adapter  # noqa: E402
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: E402
 from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.model_executor.models import deepseek_v2  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill import flash_attn  # noqa: E402
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 
 deepseek = [deepseek_v2]
 if importlib.util.find_spec("vllm.models.deepseek_v32"):  # 0.33.0
@@ -64,10 +62,10 @@ class Experts(torch.nn.Module):
 
 
 def build(folder):
-    register_backend(AttentionBackendEnum.CUSTOM, adapter.SPARSE_MLA_BACKEND)
     config = hopper.EngineArgs(
         model=str(folder), skip_tokenizer_init=True, max_model_len=4096, enforce_eager=True,
-        attention_backend="CUSTOM", kv_cache_dtype=sys.argv[2], hf_overrides={"quantization_config": None},
+        attention_backend="MLA_KERNELS_SPARSE", kv_cache_dtype=sys.argv[2],
+        hf_overrides={"quantization_config": None},
     ).create_engine_config()  # fmt: skip
     # The check of `quantization_config` imports every method's kernels.
     ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignored_layers"]
@@ -161,11 +159,14 @@ def main():
         "page": sorted({layer.get_kv_cache_spec(config).page_size_bytes for layer in layers}),
         "block": config.cache_config.block_size,
     }
-    print("\n" + json.dumps(found), flush=True)
+    if not hopper.platforms.current_platform.support_deep_gemm():
+        import dsa_indexer
+
+        found["differ"] += [token for step in dsa_indexer.STEPS for token in dsa_indexer.wrong_tokens(step)]
     draft = next_token_layer(config)
     names = draft.load_weights(loader.get_all_weights(config.model_config, draft))
     found["missing"] += sorted(set(dict(draft.named_parameters())) - names)
-    print(json.dumps(found))
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

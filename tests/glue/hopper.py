@@ -148,10 +148,11 @@ def build_layers(config):
     return layers
 
 
-def store_of(layer):
-    """The module of what the layer's compressor writes rows with."""
-    store = layer.compressor._compress_norm_rope_store
-    return getattr(store, "func", store).__module__
+def stores_of(layers):
+    """The modules of what the layers' compressors write rows with; in 0.33.0, elsewhere none."""
+    compressors = [getattr(layer, "compressor", None) for layer in layers]
+    stores = [getattr(compressor, "_compress_norm_rope_store", None) for compressor in compressors]
+    return sorted({getattr(store, "func", store).__module__ for store in stores if store})
 
 
 def describe_layers(config):
@@ -185,7 +186,7 @@ def describe_layers(config):
             for layer in layers
         ],
         "warmed_up": sorted(type(kernel).__name__ for kernel in registry._registrations) if registry else [],
-        "compressors": sorted({store_of(layer) for layer in layers if getattr(layer, "compressor", None)}),
+        "compressors": stores_of(layers),
         "ours": sum(hasattr(layer, "kv_scale") for layer in layers),
         "specs": before,
         "pages": {name: spec.page_size_bytes for name, spec in specs.items()},

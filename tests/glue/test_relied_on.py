@@ -7,8 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import tomllib
+from sparse_mla_series import SERIES
 from test_config_contract import VLLMS_TOO
 from vllm.dsv4_overlay import adapter, backend
+
+MODULES = [adapter, backend]
+if SERIES:
+    from vllm.dsv4_overlay import sparse_mla_backend
+
+    MODULES.append(sparse_mla_backend)
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +32,7 @@ def pinned(applied):
 def ours():
     """Our classes that derive from vLLM's, and the vLLM class that each derives from."""
     builder = adapter.DeepseekV4FullCacheBackend.get_builder_cls()
-    for cls in (*vars(adapter).values(), *vars(backend).values(), builder):
+    for cls in (*(found for module in MODULES for found in vars(module).values()), builder):
         if isinstance(cls, type) and cls.__module__.startswith("vllm.dsv4_overlay."):
             theirs = [base for base in cls.__mro__ if not base.__module__.startswith("vllm.dsv4_overlay.")]
             if theirs[0] is not object:

@@ -2,16 +2,20 @@
 definition in float64; and what it refuses, before weights."""
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
+import sparse_mla_series
 import torch
+from sparse_mla_series import tree_with_series  # noqa: F401
+from test_real_config import LLAMA, on_hopper
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
-sparse_mla_backend = pytest.importorskip("vllm.dsv4_overlay.sparse_mla_backend", reason="only in 0.22 and 0.33.0")
-from vllm.dsv4_overlay import backend  # noqa: E402
+sparse_mla_series.needed()
+from vllm.dsv4_overlay import sparse_mla, sparse_mla_attention, sparse_mla_backend  # noqa: E402
 
 BACKEND = sparse_mla_backend.SparseMLABackend
 NEWER = hasattr(sparse_utils, "flat_kv_row_view")  # 0.33.0: metadata, picks and slots are vLLM's
@@ -64,6 +68,7 @@ class Batch:
         starts = torch.tensor([0, *(tokens for _, tokens in MIXED)]).cumsum(0, dtype=torch.int32)
         arguments = dict(
             query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths),
             num_reqs=len(MIXED), num_actual_tokens=tokens + padding, max_query_len=65, max_seq_len=max(lengths),
             block_table_tensor=self.table, slot_mapping=torch.zeros(tokens + padding, dtype=torch.int64),
         )  # fmt: skip
@@ -86,24 +91,42 @@ class Batch:
         assert error < 2**-8, error  # the output's own rounding and that of weights
 
 
+PREFILLS = pytest.mark.parametrize("prefill", ["in_place", "workspace"])
 CACHES = pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
 
 
-def implementation(cache_dtype, picked):
-    impl = torch.nn.Module.__new__(sparse_mla_backend.SparseMLAImpl)
-    vars(impl).update(scale=SCALE, kv_cache_dtype=cache_dtype, num_heads=HEADS, topk_indices_buffer=picked)
-    return impl
+def settings(prefill):
+    """Of a server; the workspace holds 200 rows."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=40),
+        additional_config={"sparse_mla_prefill": prefill},
+    )
+
+
+@pytest.fixture
+def workspace(monkeypatch):
+    """How many rows were asked for, each time; they hold what others left there."""
+    asked = []
+
+    def get_simultaneous(shape_and_dtype):
+        asked.append(shape_and_dtype[0])
+        return [torch.full(shape_and_dtype[0], torch.nan, dtype=shape_and_dtype[1])]
+
+    manager = SimpleNamespace(get_simultaneous=get_simultaneous)
+    monkeypatch.setattr(sparse_mla_attention, "current_workspace_manager", lambda: manager)
+    return asked
 
 
 @CACHES
 @pytest.mark.skipif(NEWER, reason="0.33.0 has metadata of its own")
-def test_a_mixed_batch_is_one_call(cache_dtype):
+@PREFILLS
+def test_a_mixed_batch(cache_dtype, prefill, workspace, monkeypatch):
     batch = Batch(cache_dtype)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    )
+    config = settings(prefill)
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
     spec = SimpleNamespace(block_size=PAGE)
     builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     assert builder.reorder_batch_threshold == 3  # two drafts are decoded
@@ -121,70 +144,168 @@ def test_a_mixed_batch_is_one_call(cache_dtype):
     assert BACKEND.get_kv_cache_shape(7, PAGE, 1, 576, cache_dtype)[2] == batch.cache.shape[2]
     q = batch.q.split((512, 64), -1)
     out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
-    assert lse is None
+    assert lse is None and workspace == [(200, 576)] * (2 if prefill == "workspace" else 0)
     batch.check(out)
     assert (out[len(batch.owner) :] == 0).all()  # padding sees nothing, whatever its picks are
 
 
 @CACHES
+@PREFILLS
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has no rows of other layers between a layer's blocks")
-def test_slots_over_packed_blocks(cache_dtype):
+def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
     batch = Batch(cache_dtype, between=3 * PAGE, padding=0)
     tokens = len(batch.owner)
     _, stride = sparse_utils.flat_kv_row_view(batch.cache, PAGE)
     assert stride == 4 * PAGE
-    slots = sparse_utils.triton_convert_req_index_to_global_index(
-        torch.tensor(batch.owner, dtype=torch.int32), batch.table, batch.picked[:tokens],
-        BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
-    )  # fmt: skip
-    impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
-    impl.scale = SCALE
-    assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
+    owner = torch.tensor(batch.owner, dtype=torch.int32)
     q = batch.q.split((512, 64), -1)
-    given = dict(layer=None, block_size=PAGE, is_decode=False)
-    out, lse = impl._forward_mqa_kernel(q, batch.cache, slots, None, **given)
-    assert lse is None
+    impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
+    impl.scale, impl.topk_indices_buffer = SCALE, batch.picked
+    assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
+
+    theirs = SimpleNamespace(req_id_per_token=owner, block_table=batch.table, block_size=PAGE)
+    monkeypatch.setattr(sparse_mla_backend.SparseMLACommonMetadataBuilder, "build", lambda *given: theirs)
+    builder = sparse_mla_backend.SparseMLAMetadataBuilder.__new__(sparse_mla_backend.SparseMLAMetadataBuilder)
+    builder.vllm_config, builder.reorder_batch_threshold = settings(prefill), 3
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+    metadata = builder.build(0, batch.common)
+    if prefill == "in_place":
+        assert metadata.separate is None
+        slots = sparse_utils.triton_convert_req_index_to_global_index(
+            owner, batch.table, batch.picked[:tokens],
+            BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
+        )  # fmt: skip
+        given = dict(layer=None, block_size=PAGE, is_decode=False)
+        out, lse = impl._forward_mqa_kernel(q, batch.cache, slots, None, **given)
+    else:
+        out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
+    assert lse is None and workspace == [(200, 576)] * (prefill == "workspace")
     batch.check(out)
-    assert sparse_mla_backend.SparseMLAMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
 
 
-def reasons(monkeypatch, capability=(9, 0), heads=16, rank=1536, **change):
-    config = SimpleNamespace(
-        parallel_config=None,
-        model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(q_lora_rank=rank), get_num_attention_heads=lambda parallel: heads
-        ),
-    )
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
-    arguments = dict(
-        head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
-        use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
-        device_capability=DeviceCapability(*capability), attn_type="decoder",
-    )  # fmt: skip
-    known = inspect.signature(BACKEND.validate_configuration).parameters
-    return BACKEND.validate_configuration(**{k: v for k, v in (arguments | change).items() if k in known})
+def test_chunks_of_prefills():
+    """Prefills follow each other until the next does not fit; decodes have no part in it."""
+    batch = Batch("auto")
+    owner = torch.tensor(batch.owner + [len(MIXED)] * 5, dtype=torch.int32)
+    decodes = sum(tokens for _, tokens in MIXED[:3])
+    for rows, starts, chunks in (
+        (200, [0, 0], [(slice(5, 25), [(3, 0, 149)]), (slice(25, 90), [(4, 0, 65)])]),
+        (214, [0, 149], [(slice(5, 90), [(3, 0, 149), (4, 149, 214)])]),
+    ):
+        found = sparse_mla_attention.separate_prefills(batch.common, owner, 3, rows)
+        assert (found.decode_tokens, found.starts.tolist(), found.chunks) == (decodes, starts, chunks)
+        assert found.prefill_of_token.tolist() == [-1] * decodes + [0] * 20 + [1] * 65 + [-1] * 5
+    assert sparse_mla_attention.separate_prefills(batch.common, owner, 3, 0) is None
+    assert sparse_mla_attention.separate_prefills(batch.common, owner, 65, 200) is None
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8_ds_mla", "fp8"])
-def test_what_it_serves(monkeypatch, capability, cache_dtype):
-    assert reasons(monkeypatch, capability, kv_cache_dtype=cache_dtype) == []
+@CACHES
+def test_a_long_request_is_gathered_in_pieces(cache_dtype, monkeypatch):
+    monkeypatch.setattr(sparse_mla_attention, "_BLOCKS_AT_ONCE", 2)
+    batch = Batch(cache_dtype)
+    out = torch.full((203, 576), torch.nan, dtype=BF16)
+    sparse_mla_attention._gather(batch.cache, batch.table[2], out)
+    want = batch.held.view(-1, PAGE, 576)[batch.table[2, :4].long()].flatten(0, 1)[:203]
+    assert torch.equal(out, want.to(BF16))
+
+
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16",
+    "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "q_lora_rank": 2048, "kv_lora_rank": 512,
+    "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "max_position_embeddings": 8192,
+}  # fmt: skip
+V32 = GLM | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "num_attention_heads": 128}
+MODELS = {"glm": GLM, "v32": V32, "wide": V32 | {"num_attention_heads": 256}, "rank": V32 | {"q_lora_rank": None},
+          "llama": LLAMA}  # fmt: skip
+CASES = [
+    ("v32", {}, None),
+    ("v32", {"kv_cache_dtype": "fp8"}, None),
+    ("glm", {"kv_cache_dtype": "bfloat16"}, None),
+    ("glm", {"kv_cache_dtype": "fp8_ds_mla", "block_size": 128}, None),
+    ("v32", {"kv_cache_dtype": "fp8_e5m2"}, " has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, the "
+     "same), not fp8_e5m2; pass one of them as --kv-cache-dtype."),
+    ("v32", {"block_size": 16}, " reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 16."),
+    ("rank", {}, " serves models whose indexer reads the compressed query, and this one's configuration has no "
+     "q_lora_rank."),
+    ("wide", {}, " has at most 128 heads on a GPU, and this model has 256; raise --tensor-parallel-size."),
+    ("llama", {}, " serves models with an indexer and cache rows of 576 values (DeepSeek V3.2, GLM-5), and "
+     "LlamaForCausalLM is none."),
+]  # fmt: skip
+
+
+def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_path):  # noqa: F811
+    """By the member of the enum, in a process whose vLLM has the series, as on an H200."""
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    named = {"attention_backend": "MLA_KERNELS_SPARSE", "skip_tokenizer_init": True, "max_model_len": 4096}
+    requests = [{"model": str(tmp_path / model)} | named | options for model, options, _ in CASES]
+    answers = on_hopper(tree_with_series, tmp_path, requests)
+    for (model, options, sentence), answer in zip(CASES, answers, strict=True):
+        if sentence:
+            assert f"MLA_KERNELS_SPARSE{sentence}" in answer["error"], (model, options)
+        else:
+            assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
 
 
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (dict(capability=(7, 5)), "needs a GPU of compute capability 8.0 or newer, and this one has 7.5."),
-        (dict(head_size=512), "reads rows of 576 values (DeepSeek V3.2, GLM-5), and this model has 512."),
-        (dict(kv_cache_dtype="fp8_e5m2"), "not fp8_e5m2; pass one of them as --kv-cache-dtype."),
-        (dict(block_size=16), "reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 16."),
-        (dict(rank=None), "this one's configuration has no q_lora_rank."),
-        (dict(heads=129), "has at most 128 heads on a GPU, and this model has 129; raise --tensor-parallel-size."),
+        ({}, None),
+        ({"dcp": 2}, "reads whole sequences on each GPU; leave --decode-context-parallel-size at 1."),
+        ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
+        ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
+         "in_place or workspace."),
     ],
-)
-def test_refusals(monkeypatch, change, sentence):
-    said = reasons(monkeypatch, **change)[-1]
-    assert said.startswith("MLA_KERNELS_SPARSE ") and said.endswith(sentence)
+)  # fmt: skip
+def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
+    given = SimpleNamespace(**{"dcp": 1, "hisparse": None, "prefill": "in_place"} | change)
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(
+            backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
+        ),
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8),
+            get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: 128,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),
+        additional_config={"sparse_mla_prefill": given.prefill},
+    )  # fmt: skip
+    if sentence:
+        with pytest.raises(ValueError) as error:
+            sparse_mla.verify_config(config)
+        assert str(error.value) == f"MLA_KERNELS_SPARSE {sentence}"
+        config.attention_config.backend.name = "FLASHMLA_SPARSE"
+    sparse_mla.verify_config(config)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_vllm_asks_when_it_makes_a_layer(monkeypatch, capability):
+    """About the GPU, and about the configuration again: a backend of some layers only is not checked there."""
+    gpu = DeviceCapability(*capability)
+    served = capability in ((9, 0), (10, 0)) or (NEWER and capability == (12, 0))
+    monkeypatch.setattr(sparse_mla, "current_platform", SimpleNamespace(support_deep_gemm=lambda: served))
+    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: "configuration")
+    monkeypatch.setattr(sparse_mla, "refusal", lambda config: f"of {config}")
+    arguments = dict(
+        head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
+        use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
+        device_capability=gpu, attn_type="decoder",
+    )  # fmt: skip
+    said = BACKEND.validate_configuration(**arguments)[-1]
+    version = gpu.as_version_str()
+    if capability < (8, 0):
+        assert said == "MLA_KERNELS_SPARSE needs a GPU of compute capability 8.0 or newer, and this one has 7.5."
+    elif NEWER and not served:
+        assert said == (
+            "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM, and that does "
+            f"not serve this GPU (compute capability {version})."
+        )
+    else:
+        assert said == "of configuration"
 
 
 def test_fp8_becomes_the_656_byte_rows():

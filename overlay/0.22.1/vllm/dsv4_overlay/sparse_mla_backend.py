@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.22.1 (and 0.22.0): its backend, metadata and
-implementation. `backend` says what it is."""
+implementation. `sparse_mla` says what it is."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import (
-    PAGE,
-    SparseMLABackendMixin,
+from vllm.dsv4_overlay.backend import overriding
+from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, workspace_rows
+from vllm.dsv4_overlay.sparse_mla_attention import (
+    SeparatePrefills,
+    attend_separately,
     attend_slots,
-    overriding,
+    reserve_workspace,
+    separate_prefills,
 )
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
 from vllm.v1.attention.backend import (
@@ -28,7 +31,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@overriding()
+@overriding("needs_deep_gemm")
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
@@ -65,6 +68,7 @@ class SparseMLAMetadata(AttentionMetadata):
     block_table: torch.Tensor  # int32 [requests, blocks]
     req_id_per_token: torch.Tensor  # int32 [tokens]; past the table for padding
     block_size: int
+    separate: SeparatePrefills | None
 
 
 class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
@@ -84,6 +88,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self._token = torch.arange(tokens, dtype=torch.int32, device=device)
         # Graphs keep its address.
         self._req_id_per_token = torch.empty_like(self._token)
+        self._workspace_rows = workspace_rows(vllm_config)
 
     def build(
         self,
@@ -101,6 +106,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             out_int32=True,
             out=self._req_id_per_token[:tokens],
         )
+        req_id_per_token = self._req_id_per_token[:tokens]
         return SparseMLAMetadata(
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
@@ -109,8 +115,14 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             query_start_loc=common.query_start_loc,
             slot_mapping=common.slot_mapping,
             block_table=common.block_table_tensor,
-            req_id_per_token=self._req_id_per_token[:tokens],
+            req_id_per_token=req_id_per_token,
             block_size=self.kv_cache_spec.block_size,
+            separate=separate_prefills(
+                common,
+                req_id_per_token,
+                self.reorder_batch_threshold,
+                self._workspace_rows,
+            ),
         )
 
 
@@ -137,6 +149,7 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         self.topk_indices_buffer: torch.Tensor = indexer.topk_indices_buffer
+        reserve_workspace()
 
     def forward_mqa(
         self,
@@ -146,10 +159,18 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, None]:
         tokens = len(q[0] if isinstance(q, tuple) else q)
+        separate = attn_metadata.separate
         slots = request_rows_to_slots(
             self.topk_indices_buffer[:tokens],
             attn_metadata.req_id_per_token,
             attn_metadata.block_table,
             attn_metadata.block_size,
+            separate and separate.prefill_of_token,
+            separate and separate.starts,
         )
-        return attend_slots(q, kv_c_and_k_pe_cache, slots, self.scale), None
+        cache = kv_c_and_k_pe_cache
+        if separate is None:
+            return attend_slots(q, cache, slots, self.scale), None
+        table = attn_metadata.block_table
+        out = attend_separately(q, cache, cache, slots, table, separate, self.scale)
+        return out, None

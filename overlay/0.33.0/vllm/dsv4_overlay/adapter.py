@@ -15,8 +15,6 @@ from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
-# Of V3.2 and GLM-5, for `register_backend`.
-SPARSE_MLA_BACKEND = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
 # Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert,
 # compressor and attention.
 _NEVER_RUN = (

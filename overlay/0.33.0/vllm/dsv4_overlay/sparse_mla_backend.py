@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """MLA_KERNELS_SPARSE in vLLM 0.33.0: metadata, picks and their slots are vLLM's own.
-`backend` says what it is."""
+`sparse_mla` says what it is."""
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import (
-    PAGE,
-    SparseMLABackendMixin,
+from vllm.dsv4_overlay.backend import overriding
+from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, workspace_rows
+from vllm.dsv4_overlay.sparse_mla_attention import (
+    SeparatePrefills,
+    attend_separately,
     attend_slots,
-    overriding,
+    reserve_workspace,
+    separate_prefills,
 )
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
@@ -22,17 +26,21 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionLayer,
+    CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.backends.mla.sparse_utils import (
     align_blocks_to_rows,
     flat_kv_row_view,
+    triton_convert_req_index_to_global_index,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@overriding()
+@overriding("needs_deep_gemm")
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
+    needs_deep_gemm = True
+
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: AttentionSpec | None = None,
@@ -53,10 +61,15 @@ class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
         return SparseMLAImpl
 
 
+@dataclass(kw_only=True)
+class SparseMLAMetadata(SparseMLACommonMetadata):
+    separate: SeparatePrefills | None = None
+
+
 @overriding()
-class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMetadata]):
+class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    metadata_cls = SparseMLACommonMetadata
+    metadata_cls = SparseMLAMetadata
 
     def __init__(
         self,
@@ -68,11 +81,60 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLACommonMet
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMLAMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.separate = separate_prefills(
+            common_attn_metadata,
+            metadata.req_id_per_token,
+            self.reorder_batch_threshold,
+            workspace_rows(self.vllm_config),
+        )
+        return metadata
+
 
 @overriding()
-class SparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
+class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_dense_mha_prefill = False  # one path for all tokens
     supports_quant_query_input = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reserve_workspace()
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, None]:
+        separate = attn_metadata.separate
+        cache = kv_c_and_k_pe_cache
+        if separate is None:
+            return super().forward_mqa(q, cache, attn_metadata, layer)
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        picked = self.topk_indices_buffer[:tokens]
+        rows, stride = flat_kv_row_view(cache, attn_metadata.block_size)
+        table = attn_metadata.block_table
+        slots = triton_convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token[:tokens],
+            table,
+            picked,
+            BLOCK_SIZE=attn_metadata.block_size,
+            BLOCK_STRIDE_ROWS=stride,
+            NUM_TOPK_TOKENS=picked.shape[1],
+            HAS_PREFILL_WORKSPACE=True,
+            prefill_workspace_request_ids=separate.prefill_of_token[:tokens],
+            prefill_workspace_starts=separate.starts,
+        )
+        rows = rows.unsqueeze(0)
+        out = attend_separately(q, cache, rows, slots, table, separate, self.scale)
+        return out, None
 
     def _forward_mqa_kernel(
         self,

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""MLA_KERNELS_SPARSE, the sparse MLA of DeepSeek V3.2 and GLM-5 over 576-wide rows, as
+far as every release has it alike: what it is and refuses. `sparse_mla_attention` has
+its two ways to attend, `sparse_mla_backend` the rest."""
+
+from typing import ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.third_party.mla_kernels import MAX_HEADS
+
+SPARSE_MLA = "MLA_KERNELS_SPARSE"
+PAGE = 64
+HEAD_SIZE = 576
+CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
+# In --additional-config: prefills read their rows in place, or from a workspace.
+PREFILL = "sparse_mla_prefill"
+_PREFILLS = ("in_place", "workspace")
+
+
+class SparseMLABackendMixin:
+    """What it is and refuses, for a class of vLLM's `AttentionBackend`.
+
+    Every token of a batch, decode or prefill, is one call over the rows in place, with
+    as many heads as the GPU has: no padding to 64, and none of FLASHMLA_SPARSE's
+    workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
+    back, to compare with.
+
+    No GPU has run it yet. So its series is applied on request only, and vLLM's list of
+    priorities does not have it.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    needs_deep_gemm: ClassVar[bool] = False
+
+    @staticmethod
+    def get_name() -> str:
+        # vLLM asks for this very name before it takes `fp8` to mean the 656-byte rows.
+        return "FLASHMLA_SPARSE"
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [HEAD_SIZE]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_combination(cls, *args: object) -> str | None:
+        """vLLM asks when it makes a layer, before it reads weights."""
+        capability = args[-1]
+        assert isinstance(capability, DeviceCapability)
+        found = capability.as_version_str()
+        if not cls.supports_compute_capability(capability):
+            return (
+                f"{SPARSE_MLA} needs a GPU of compute capability 8.0 or newer, and "
+                f"this one has {found}."
+            )
+        if cls.needs_deep_gemm and not current_platform.support_deep_gemm():
+            return (
+                f"{SPARSE_MLA} takes the indexer's scores from DeepGEMM in this "
+                "release of vLLM, and that does not serve this GPU (compute capability "
+                f"{found})."
+            )
+        return refusal(get_current_vllm_config())
+
+
+def verify_config(vllm_config: VllmConfig) -> None:
+    """Refuse what MLA_KERNELS_SPARSE cannot serve when it is asked for, before a model
+    that would fail in words of its own is made.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    backend = vllm_config.attention_config.backend
+    if backend and backend.name == SPARSE_MLA and (why := refusal(vllm_config)):
+        raise ValueError(why)
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Why MLA_KERNELS_SPARSE cannot serve this configuration on any GPU, a sentence, or
+    None."""
+    model, cache = config.model_config, config.cache_config
+    hf_config = model.hf_text_config
+    if model.get_head_size() != HEAD_SIZE or not hasattr(hf_config, "index_topk"):
+        return (
+            f"{SPARSE_MLA} serves models with an indexer and cache rows of {HEAD_SIZE} "
+            f"values (DeepSeek V3.2, GLM-5), and {model.architecture} is none."
+        )
+    if getattr(hf_config, "q_lora_rank", None) is None:
+        return (
+            f"{SPARSE_MLA} serves models whose indexer reads the compressed query, and "
+            "this one's configuration has no q_lora_rank."
+        )
+    if cache.cache_dtype not in CACHE_DTYPES:
+        return (
+            f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, "
+            f"the same), not {cache.cache_dtype}; pass one of them as "
+            "--kv-cache-dtype."
+        )
+    if cache.user_specified_block_size and cache.block_size % PAGE:
+        return (
+            f"{SPARSE_MLA} reads pages of {PAGE} tokens, so --block-size must be a "
+            f"multiple of {PAGE}, and is {cache.block_size}."
+        )
+    heads = model.get_num_attention_heads(config.parallel_config)
+    if heads > MAX_HEADS:
+        return (
+            f"{SPARSE_MLA} has at most {MAX_HEADS} heads on a GPU, and this model has "
+            f"{heads}; raise --tensor-parallel-size."
+        )
+    if config.parallel_config.decode_context_parallel_size > 1:
+        return (
+            f"{SPARSE_MLA} reads whole sequences on each GPU; leave "
+            "--decode-context-parallel-size at 1."
+        )
+    if getattr(config.attention_config, "hisparse_config", None):  # from 0.33.0 on
+        return f"{SPARSE_MLA} reads rows in GPU memory only; leave HiSparse off."
+    if (prefill := _prefill(config)) not in _PREFILLS:
+        return (
+            f"{SPARSE_MLA} knows no {PREFILL} {prefill!r} in --additional-config; it "
+            f"may be {' or '.join(_PREFILLS)}."
+        )
+    return None
+
+
+def _prefill(config: VllmConfig) -> object:
+    options = config.additional_config
+    return options.get(PREFILL, "in_place") if isinstance(options, dict) else "in_place"
+
+
+def workspace_rows(config: VllmConfig) -> int:
+    """Rows of the workspace for prefills, FLASHMLA_SPARSE's; 0 if they are read in
+    place."""
+    separate = _prefill(config) == "workspace"
+    return 5 * config.model_config.max_model_len if separate else 0

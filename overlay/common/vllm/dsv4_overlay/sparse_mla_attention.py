@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""How MLA_KERNELS_SPARSE attends: all tokens in one call over the rows in place, or
+prefills by themselves over a workspace of BF16 rows."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.dsv4_overlay.sparse_mla import HEAD_SIZE, workspace_rows
+from vllm.third_party.mla_kernels import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.worker.workspace import current_workspace_manager
+
+_BLOCKS_AT_ONCE = 128  # bounds what is between packed rows and wide ones
+
+
+def attend_slots(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of each token over its slots.
+
+    Args:
+        q: BF16 `[tokens, heads, 576]`, or its first 512 and its last 64 dimensions.
+        rows: the cache, `[blocks, block_size, 576]` BF16 or `[blocks, block_size, 656]`
+            bytes.
+        slots: int32 `[tokens, columns]`, block * block_size + row, -1 for none.
+
+    Returns:
+        BF16 `[tokens, heads, 512]`; zeros for a token without a key.
+    """
+    if isinstance(q, tuple):
+        q = torch.cat(q, dim=-1)
+    if rows.shape[-1] == HEAD_SIZE:
+        flat = rows.view(-1, 1, HEAD_SIZE)  # never a copy of the cache
+        return flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)[0]
+    out, _ = flash_mla_with_kvcache(
+        q.unsqueeze(1),
+        rows.view(torch.uint8).unsqueeze(2),
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=512,
+        tile_scheduler_metadata=None,
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=slots.unsqueeze(1),
+    )
+    return out.squeeze(1)
+
+
+def reserve_workspace() -> None:
+    """Have vLLM's workspace ready for prefills while memory is measured."""
+    if rows := workspace_rows(get_current_vllm_config()):
+        _workspace(rows)
+
+
+def _workspace(rows: int) -> torch.Tensor:
+    """BF16 `[rows, 576]`, the same memory for all layers."""
+    shape = (rows, HEAD_SIZE), torch.bfloat16
+    return current_workspace_manager().get_simultaneous(shape)[0]
+
+
+@dataclass
+class SeparatePrefills:
+    """The prefills of a step when they read from a workspace, in chunks that fit it."""
+
+    rows: int  # of the workspace
+    decode_tokens: int
+    prefill_of_token: torch.Tensor  # int32 [tokens], -1 where rows are in the cache
+    starts: torch.Tensor  # int32 [prefills], the first row of each in the workspace
+    # Tokens of each chunk, and request, first and last row of its prefills.
+    chunks: list[tuple[slice, list[tuple[int, int, int]]]]
+
+
+def separate_prefills(
+    common: CommonAttentionMetadata,
+    request_of_token: torch.Tensor,
+    threshold: int,
+    rows: int,
+) -> SeparatePrefills | None:
+    """Put the prefills of a step, those of more than `threshold` tokens, into chunks of
+    at most `rows` cache rows; None if there is none, or no workspace.
+
+    Args:
+        request_of_token: int32 `[tokens]`.
+    """
+    if not rows:
+        return None
+    decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, threshold)
+    if not prefills:
+        return None
+    ends = common.query_start_loc_cpu.tolist()
+    lengths = common.seq_lens_cpu_upper_bound.tolist()  # exact where it is a prefill
+    starts, chunks, used = [], [], rows
+    for request in range(decodes, decodes + prefills):
+        if used + lengths[request] > rows:
+            chunks.append([])
+            used = 0
+        starts.append(used)
+        used += lengths[request]
+        chunks[-1].append((request, starts[-1], used))
+    prefill = request_of_token - decodes
+    inside = (prefill >= 0) & (prefill < prefills)
+    return SeparatePrefills(
+        rows,
+        decode_tokens,
+        prefill.masked_fill(~inside, -1),
+        torch.tensor(starts, dtype=torch.int32).to(prefill.device, non_blocking=True),
+        [(slice(ends[part[0][0]], ends[part[-1][0] + 1]), part) for part in chunks],
+    )
+
+
+def attend_separately(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    cache: torch.Tensor,
+    decode_rows: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: SeparatePrefills,
+    scale: float,
+) -> torch.Tensor:
+    """As `attend_slots`, with the rows of prefills from the workspace.
+
+    Args:
+        q, scale: as there.
+        cache: `[blocks, block_size, 576 or 656]`.
+        decode_rows: the cache as slots of decodes count it.
+        slots: int32 `[tokens, columns]`, those of prefills into the workspace.
+        block_table: int32 `[requests, blocks]`.
+    """
+    if isinstance(q, tuple):
+        q = torch.cat(q, dim=-1)
+    out = q.new_zeros(*q.shape[:2], 512)
+    if n := plan.decode_tokens:
+        out[:n] = attend_slots(q[:n], decode_rows, slots[:n], scale)
+    workspace = _workspace(plan.rows)
+    for tokens, prefills in plan.chunks:
+        for request, start, end in prefills:
+            _gather(cache, block_table[request], workspace[start:end])
+        out[tokens] = attend_slots(
+            q[tokens], workspace.unsqueeze(0), slots[tokens], scale
+        )
+    return out
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy the first rows of a request, as many as BF16 `out` `[rows, 576]` has."""
+    step = _BLOCKS_AT_ONCE * cache.shape[1]
+    for part, some in zip(out.split(step), blocks.split(_BLOCKS_AT_ONCE), strict=False):
+        rows = cache[some[: -(-len(part) // cache.shape[1])]].flatten(0, 1)[: len(part)]
+        if rows.shape[1] == HEAD_SIZE:
+            part.copy_(rows)
+            continue
+        rows = rows.view(torch.uint8)  # 512 E4M3, 4 float32 scales, 64 BF16
+        values = rows[:, :512].view(torch.float8_e4m3fn).float().unflatten(1, (4, 128))
+        scales = rows[:, 512:528].view(torch.float32)
+        part[:, :512] = (values * scales.unsqueeze(-1)).flatten(1)
+        part[:, 512:] = rows[:, 528:].view(torch.bfloat16)
