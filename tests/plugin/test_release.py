@@ -1,11 +1,9 @@
-"""The plugin on the released files of the vLLM that VLLM_SOURCE names (scripts/test.sh), else of 0.22.1."""
+"""The plugin on the files of 0.22.1 as released, or of the releases that PLUGIN_RELEASES names (scripts/test.sh)."""
 
 import json
 import os
-import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from asking import HERE, SET, ask, is_set, lines
@@ -39,12 +37,9 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def release():
-    source = os.environ.get("VLLM_SOURCE")
-    if source is None:
-        return "0.22.1"
-    return re.search(r"^Version: (.*)$", Path(source, "PKG-INFO").read_text(), re.M)[1]
+@pytest.fixture(scope="module", params=os.environ.get("PLUGIN_RELEASES", "0.22.1").split())
+def release(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
