@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""Checkpoints of DeepSeek V4 with linears that are quantised otherwise than in DeepSeek's
+own: NVFP4, 4-bit integers or FP8, in attention, compressors, indexers or experts, mixed by
+layer.
+
+The tensors in the files say whether a layer is quantised, `quantization_config` says how.
+That configuration names layers as the tool that wrote it did, and vLLM fuses and renames
+them, so each name of a layer is tried. Every layer then runs through its own kernel, but
+for `wo_a`: that is one product for each group of heads, which no quantised kernel of vLLM
+does but the one for FP8 in blocks of 128. Other formats of it are expanded to BF16 at load
+(V4-Flash, without tensor parallelism: 67 MB a layer, where NVFP4 has 19).
+
+A checkpoint that vLLM loads itself is left to it: nothing here runs then.
+"""
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.dsv4_overlay.weight_formats import dequantise, nvfp4_shard_scales
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+logger = init_logger(__name__)
+
+# vLLM's fused layers, and what checkpoints have instead.
+FUSED = {
+    "fused_wqa_wkv": ["wq_a", "wkv"],
+    "fused_wkv_wgate": ["wkv", "wgate"],
+    "gate_up_proj": ["w1", "w3"],
+    "down_proj": ["w2"],
+}
+# The same, as vLLM's loader renames tensors.
+_STACKED = (
+    (re.compile(r"\.shared_experts\.w[13]\."), ".shared_experts.gate_up_proj."),
+    (re.compile(r"\.attn\.(wq_a|wkv)\."), ".attn.fused_wqa_wkv."),
+    (re.compile(r"\.compressor\.(wkv|wgate)\."), ".compressor.fused_wkv_wgate."),
+)
+_INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
+
+
+class Checkpoint(NamedTuple):
+    """What the files of a checkpoint hold: `files` by tensor, and by module the last parts
+    of its tensors' names."""
+
+    files: Mapping[str, str]
+    parts: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, str]) -> "Checkpoint":
+        parts: dict[str, set[str]] = {}
+        for name in files:
+            module, _, part = name.rpartition(".")
+            parts.setdefault(module, set()).add(part)
+        return cls(files, {name: frozenset(found) for name, found in parts.items()})
+
+    def quantised(self, modules: list[str]) -> bool | None:
+        """Whether these, which are one layer, are quantised; None if none is there.
+
+        Raises:
+            ValueError: some are and some are not; one sentence.
+        """
+        found = {
+            name: self.parts[name] != {"weight"}
+            for name in modules
+            if name in self.parts
+        }
+        if len(set(found.values())) > 1:
+            names = [
+                next(n for n in found if found[n] is is_so) for is_so in (True, False)
+            ]
+            raise ValueError(
+                f"This checkpoint has {names[0]} quantised and {names[1]} not; vLLM runs "
+                "both as one layer and needs them alike."
+            )
+        return next(iter(found.values()), None)
+
+
+def adapt(vllm_config: "VllmConfig") -> None:
+    """Make `vllm_config.quant_config` fit this checkpoint, before the model's layers are
+    made with it. Nothing happens if vLLM loads the checkpoint itself."""
+    quant_config = vllm_config.quant_config
+    if quant_config is None or hasattr(quant_config, "dsv4_checkpoint"):
+        return
+    model, load = vllm_config.model_config, vllm_config.load_config
+    checkpoint = None
+    if load.load_format != "dummy":
+        checkpoint = _read(model.model, model.revision)
+    if not _needed(quant_config, checkpoint):
+        return
+    quant_config.dsv4_checkpoint = checkpoint
+    quant_config.packed_modules_mapping = {
+        **quant_config.packed_modules_mapping,
+        **FUSED,
+    }
+    if checkpoint and getattr(quant_config, "block_name_to_quantize", None):
+        quant_config.block_name_to_quantize = None  # AutoRound's; the files say it
+    quant_config.get_quant_method = functools.partial(
+        _quant_method,
+        quant_config,
+        quant_config.get_quant_method,
+        model.hf_config.num_hidden_layers,
+    )
+    logger.info_once(
+        "Linears of this checkpoint run by vllm-dsv4-overlay's rules for quantised ones "
+        "(quantization %s).",
+        quant_config.get_name(),
+    )
+
+
+def quant_config_of(
+    vllm_config: "VllmConfig",
+) -> "QuantizationConfig | None":
+    """For a layer that vLLM makes unquantised always: the configuration if `adapt` was
+    needed, else None as in vLLM."""
+    quant_config = vllm_config.quant_config
+    return quant_config if hasattr(quant_config, "dsv4_checkpoint") else None
+
+
+def scale_format(config: "PretrainedConfig") -> str | None:
+    """That of the scales of FP8 weights, which DeepSeek's own checkpoints name."""
+    return (getattr(config, "quantization_config", None) or {}).get("scale_fmt")
+
+
+def project_float32(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`x` [tokens, in] through `linear`, float32 [tokens, out]: accumulated and kept so
+    where the weight is not quantised, as vLLM does, else the layer's result."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    if isinstance(linear.quant_method, UnquantizedLinearMethod):
+        return torch.mm(x, linear.weight.T, out_dtype=torch.float32)
+    out = linear(x)
+    return (out[0] if isinstance(out, tuple) else out).float()
+
+
+def is_dense(wo_a: torch.nn.Module) -> bool:
+    """Whether the grouped product has no FP8 weight to run on."""
+    return wo_a.weight.dtype != torch.float8_e4m3fn
+
+
+def block_scale(wo_a: torch.nn.Module) -> torch.Tensor:
+    """The scales of an FP8 weight by their name in vLLM's own format or in
+    compressed-tensors."""
+    scale = getattr(wo_a, "weight_scale_inv", None)
+    return wo_a.weight_scale if scale is None else scale
+
+
+def grouped_product(
+    attention: torch.nn.Module, o: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """What `wo_a` makes of the heads `o` [tokens, heads, head_dim], their RoPE undone, with
+    a weight that is not quantised: [tokens, groups, o_lora_rank], of o's dtype."""
+    rope = attention.rope_head_dim
+    cos, sin = (
+        attention.rotary_emb.cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
+    )
+    even, odd = o[..., -rope:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1)
+    o = torch.cat((o[..., :-rope], turned.flatten(-2).to(o.dtype)), -1)
+    groups = attention.n_local_groups
+    weight = attention.wo_a.weight.view(groups, attention.o_lora_rank, -1)
+    return torch.einsum("tgd,grd->tgr", o.reshape(o.shape[0], groups, -1), weight)
+
+
+def with_clamp(
+    limit: float | None, make: Callable[..., "FusedMoEQuantConfig"], **arguments: Any
+) -> "FusedMoEQuantConfig":
+    """`make(**arguments)`, with the clamp of SwiGLU that the function has no argument
+    for."""
+    return _clamped(make(**arguments), limit)
+
+
+def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
+    """Refuse a checkpoint with a tensor that none of the model's parameters is for, before
+    weights are loaded.
+
+    Raises:
+        ValueError: one sentence: the file, the tensor, what its layer takes.
+    """
+    checkpoint = getattr(vllm_config.quant_config, "dsv4_checkpoint", None)
+    if checkpoint is None:
+        return
+    from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+    parameters = dict(model.named_parameters())
+    for name, file in checkpoint.files.items():
+        parameter = _parameter(model, name)
+        if parameter is None or parameter in parameters:
+            continue
+        if is_pp_missing_parameter(parameter, model) or _OPTIONAL.search(name):
+            continue
+        # Experts are one module: their parameters' names go on after an underscore.
+        owner = re.sub(r"(\.experts\.w(13|2)_|\.)[^.]*$", r"\1", parameter)
+        takes = sorted(n.removeprefix(owner) for n in parameters if n.startswith(owner))
+        takes = [part for part in takes if "." not in part]
+        raise ValueError(
+            f"{file} of this checkpoint holds {name}, which is for no parameter of the "
+            f"model: {owner.rstrip('._')} "
+            + (f"takes {', '.join(takes)}." if takes else "is no layer of it.")
+        )
+
+
+# ---------------------------------------------------------------- the checkpoint
+
+
+@functools.cache
+def _read(model: str, revision: str | None) -> Checkpoint | None:
+    """None where the names of the tensors cannot be had before the weights are."""
+    from safetensors import safe_open
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    folder = Path(model)
+    try:
+        index = get_hf_file_to_dict(_INDEX, model, revision)
+        files = (index or {}).get("weight_map", {})
+        if not files and (single := folder / "model.safetensors").is_file():
+            with safe_open(single, "pt") as file:
+                files = dict.fromkeys(file.keys(), single.name)
+    except (OSError, json.JSONDecodeError) as error:
+        logger.warning_once(
+            "The names of %s's tensors cannot be read (%s); its quantization_config "
+            "alone says which layers are quantised.",
+            model,
+            error,
+        )
+        return None
+    return Checkpoint.of_files(files) if files else None
+
+
+def _needed(quant_config: "QuantizationConfig", checkpoint: Checkpoint | None) -> bool:
+    """Whether vLLM itself would not load the checkpoint: all but DeepSeek's own formats,
+    and those where layers that it leaves as they are have scales."""
+    if quant_config.get_name() != "deepseek_v4_fp8":
+        return True
+    if quant_config.weight_block_size is None:
+        return True
+    always_plain = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")
+    parts = checkpoint.parts if checkpoint else {}
+    return any(
+        always_plain.search(module) and found != {"weight"}
+        for module, found in parts.items()
+    ) or any(
+        ".ffn.experts." in module and "weight_scale_2" in found
+        for module, found in parts.items()
+    )
+
+
+def checkpoint_modules(prefix: str, main_layers: int) -> list[str]:
+    """The modules of the checkpoint that vLLM's layer `prefix` holds; of the experts the
+    first one's."""
+    if not prefix:  # the two layers that vLLM makes without a name
+        return ["mtp.0.e_proj", "mtp.0.h_proj"]
+    found = _LAYER.fullmatch(prefix)
+    if found is None:
+        return []
+    number, rest = int(found[1]), found[2]
+    layer = (
+        f"layers.{number}" if number < main_layers else f"mtp.{number - main_layers}"
+    )
+    parent, _, last = f"{layer}.{rest}".rpartition(".")
+    if last == "experts":
+        return [f"{parent}.experts.0.{part}" for part in ("w1", "w2", "w3")]
+    return [f"{parent}.{part}" for part in FUSED.get(last, [last])]
+
+
+def _parameter(model: torch.nn.Module, name: str) -> str | None:
+    """The parameter that vLLM's loader gives a tensor of the checkpoint to; None if it
+    skips the tensor, or if another model has it."""
+    drafts = getattr(model, "_rewrite_spec_layer_name", None)
+    if drafts is None:
+        if "mtp." in name:
+            return None
+        name = model.hf_to_vllm_mapper._map_name(name)
+    else:
+        found = re.match(r"mtp\.(\d+)\.", name)
+        if found is None:
+            return None
+        layer = model.config.num_hidden_layers + int(found[1])
+        name = f"model.layers.{layer}.{name[found.end() :]}"
+        for old, new in (
+            (".emb.tok_emb.weight", ".embed_tokens.weight"),
+            (".head.weight", ".shared_head.head.weight"),
+            (".norm.weight", ".shared_head.norm.weight"),
+            (".ffn.gate.bias", ".ffn.gate.e_score_correction_bias"),
+            (".shared_experts.w2", ".shared_experts.down_proj"),
+        ):
+            name = name.replace(old, new)
+        name = drafts(layer, name)
+        if name.endswith(".scale"):
+            expert = ".experts." in name and model.config.expert_dtype == "fp4"
+            name = name.removesuffix("scale") + (
+                "weight_scale" if expert else "weight_scale_inv"
+            )
+    if ".experts." in name:
+        name = re.sub(r"\.experts\.\d+\.w[13]\.", ".experts.w13_", name)
+        return re.sub(r"\.experts\.\d+\.w2\.", ".experts.w2_", name)
+    for parts, fused in _STACKED:
+        name = parts.sub(fused, name)
+    return name
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _quant_method(
+    quant_config: "QuantizationConfig",
+    stock: Callable[..., "QuantizeMethodBase | None"],
+    main_layers: int,
+    layer: torch.nn.Module,
+    prefix: str,
+) -> "QuantizeMethodBase | None":
+    """In place of `quant_config.get_quant_method`."""
+    from vllm.model_executor.layers.fused_moe import (
+        RoutedExperts,
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    plain = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+    if not isinstance(layer, (LinearBase, RoutedExperts)):
+        return stock(layer, prefix)
+    checkpoint: Checkpoint | None = quant_config.dsv4_checkpoint
+    modules = checkpoint_modules(prefix, main_layers)
+    quantised = checkpoint.quantised(modules) if checkpoint else None
+    if quantised is None:
+        method = stock(layer, prefix)
+    elif not quantised:
+        if isinstance(layer, RoutedExperts):
+            method = UnquantizedFusedMoEMethod(layer.moe_config)
+        else:
+            method = UnquantizedLinearMethod()
+    else:
+        _name_experts(quant_config, layer, prefix, modules)
+        method = _mxfp4_experts(quant_config, checkpoint, layer, modules)
+        for name in _names(prefix, modules):
+            if method is None or isinstance(method, plain):
+                method = stock(layer, name)
+        if method is None or isinstance(method, plain):
+            has = ", ".join(sorted(checkpoint.parts[modules[0]]))
+            raise ValueError(
+                f"{modules[0]} of this checkpoint is quantised ({has}), and its "
+                f"quantization_config ({quant_config.get_name()}) does not say how; add "
+                "the module to the layers that it names."
+            )
+    if method is None or isinstance(method, plain):
+        return method
+    if isinstance(layer, RoutedExperts):
+        _prepare_experts(method, layer)
+    elif prefix.endswith(".attn.wo_a"):
+        _after_loading(method, _expand_wo_a)
+    else:
+        _log_nvfp4_kernel(method, layer)
+        _after_loading(method, _keep_shard_scales)
+    return method
+
+
+def _names(prefix: str, modules: list[str]) -> list[str]:
+    """A layer's names: the module's, its parameters' (what vLLM makes of names in
+    `quantization_config`), and the checkpoint's."""
+    names = [prefix, prefix.replace(".attn.compressor.", ".attn.mla_attn.compressor.")]
+    return list(dict.fromkeys([*names, *(f"model.{m}" for m in modules), *modules]))
+
+
+def _name_experts(
+    quant_config: "QuantizationConfig",
+    layer: torch.nn.Module,
+    prefix: str,
+    modules: list[str],
+) -> None:
+    """Name the experts as vLLM asks for them in compressed-tensors, which is as other
+    models have them."""
+    if quant_config.get_name() != "compressed-tensors" or "experts" not in modules[0]:
+        return
+    for name in [*modules, *(f"model.{module}" for module in modules)]:
+        scheme = quant_config.get_scheme_dict(layer, name)
+        if scheme is not None:
+            names = [f"{prefix}.0.{part}_proj" for part in ("gate", "up", "down")]
+            quant_config.target_scheme_map = {
+                **dict.fromkeys(names, scheme),
+                **quant_config.target_scheme_map,
+            }
+            return
+
+
+def _mxfp4_experts(
+    quant_config: "QuantizationConfig",
+    checkpoint: Checkpoint,
+    layer: torch.nn.Module,
+    modules: list[str],
+) -> "QuantizeMethodBase | None":
+    """For experts as DeepSeek has them (those of next-token layers, say) in a checkpoint
+    whose others are NVFP4."""
+    if (
+        quant_config.get_name() == "deepseek_v4_fp8"
+        and quant_config.moe_quant_algo == "NVFP4"
+        and "experts.0" in modules[0]
+        and checkpoint.parts[modules[0]] == {"weight", "scale"}
+    ):
+        from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+        return Mxfp4MoEMethod(layer.moe_config)
+    return None
+
+
+def _after_loading(
+    method: "QuantizeMethodBase",
+    prepare: Callable[..., None],
+) -> None:
+    """Let `prepare(method, stock, layer)` run in place of the method's own
+    `process_weights_after_loading`, which it is given as `stock`. The method is the
+    layer's own, and keeps its class, by whose name vLLM picks a loader."""
+    method.process_weights_after_loading = functools.partial(
+        prepare, method, method.process_weights_after_loading
+    )
+
+
+def _expand_wo_a(
+    method: "QuantizeMethodBase",
+    stock: Callable[[torch.nn.Module], None],
+    layer: torch.nn.Module,
+) -> None:
+    """FP8 in blocks goes on to vLLM's grouped product; the others are expanded."""
+    parameters = dict(layer.named_parameters(recurse=False))
+    scale = parameters.get("weight_scale_inv", parameters.get("weight_scale"))
+    blocks = getattr(layer, "weight_block_size", None)
+    if blocks is not None and scale is not None:
+        stock(layer)
+        if layer.weight.dim() == 3:  # prepared for the grouped product
+            return
+        parameters = dict(layer.named_parameters(recurse=False))
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    weight = dequantise(parameters, layer.logical_widths).to(torch.bfloat16)
+    for name in parameters:
+        delattr(layer, name)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.quant_method = UnquantizedLinearMethod()
+    logger.info_once(
+        "wo_a has been expanded to BF16: vLLM's grouped product runs on FP8 in blocks of "
+        "128 or on this."
+    )
+
+
+def _keep_shard_scales(
+    method: "QuantizeMethodBase",
+    stock: Callable[[torch.nn.Module], None],
+    layer: torch.nn.Module,
+) -> None:
+    """vLLM takes one scale for all tensors of a fused NVFP4 layer, the largest factor or
+    divisor, also where they differ; the others' outputs are put right by what is left."""
+    rest = None
+    if hasattr(layer, "weight_scale_2") or hasattr(layer, "weight_global_scale"):
+        scales = nvfp4_shard_scales(dict(layer.named_parameters(recurse=False)))
+        if len(scales) > 1 and not torch.equal(scales, scales[:1].expand_as(scales)):
+            taken = scales.max() if hasattr(layer, "weight_scale_2") else scales.min()
+            widths = torch.tensor(layer.logical_widths, device=scales.device)
+            rest = (scales / taken).repeat_interleave(widths)
+    stock(layer)
+    if rest is not None:
+        layer.register_buffer("dsv4_rest_of_scale", rest, persistent=False)
+        method.apply = functools.partial(_apply_rest_of_scale, method.apply)
+
+
+def _apply_rest_of_scale(
+    stock: Callable[..., torch.Tensor],
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = stock(layer, x, None) * layer.dsv4_rest_of_scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _prepare_experts(method: "QuantizeMethodBase", layer: torch.nn.Module) -> None:
+    """The clamp of SwiGLU reaches the kernels of all formats, and w1 and w3 with scales
+    that differ are brought to one."""
+    limit = layer.dsv4_clamp = layer.swiglu_limit
+    make = method.get_fused_moe_quant_config
+    method.get_fused_moe_quant_config = lambda layer: _clamped(make(layer), limit)
+    _after_loading(method, _share_expert_scales)
+
+
+def _clamped(
+    config: "FusedMoEQuantConfig | None", limit: float | None
+) -> "FusedMoEQuantConfig | None":
+    if config is None or limit is None or config.gemm1_clamp_limit is not None:
+        return config
+    config = copy.copy(config)  # some are one for all models
+    config.gemm1_clamp_limit = limit
+    return config
+
+
+def _share_expert_scales(
+    method: "QuantizeMethodBase",
+    stock: Callable[[torch.nn.Module], None],
+    layer: torch.nn.Module,
+) -> None:
+    """vLLM takes w1's scale for w3 too. Where they differ, the larger one is taken and
+    the other's block scales are made smaller, rounded to E4M3."""
+    for name, inverse in (
+        ("w13_weight_scale_2", False),
+        ("w13_weight_global_scale", True),
+    ):
+        stored = getattr(layer, name, None)
+        if (
+            stored is None
+            or stored.dim() != 2
+            or torch.equal(stored[:, 0], stored[:, 1])
+        ):
+            continue
+        scales = 1 / stored.data if inverse else stored.data
+        taken = scales.amax(1, keepdim=True)
+        blocks = layer.w13_weight_scale.data
+        split = blocks.float().unflatten(1, (2, -1)) * (scales / taken)[..., None, None]
+        blocks.copy_(split.flatten(1, 2).to(blocks.dtype))
+        taken = taken.expand_as(scales)
+        stored.data.copy_(1 / taken if inverse else taken)
+        logger.warning_once(
+            "w1 and w3 of experts have scales that differ, and vLLM's kernels take one: "
+            "block scales of one of them have been rounded anew."
+        )
+    stock(layer)
+
+
+def _log_nvfp4_kernel(method: "QuantizeMethodBase", layer: torch.nn.Module) -> None:
+    from vllm.dsv4_overlay.nvfp4_linear import CuTeDSLNvFp4LinearKernel
+    from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
+
+    kernel = getattr(method, "kernel", getattr(layer, "scheme", None))
+    kernel = getattr(kernel, "kernel", kernel)
+    if isinstance(kernel, NvFp4LinearKernel):
+        _, reason = CuTeDSLNvFp4LinearKernel.is_supported()
+        logger.info_once(
+            "NVFP4 linears run on %s: %s.",
+            type(kernel).__name__,
+            reason or "this GPU has the CuTe DSL product of FlashInfer",
+        )
