@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
+from mini_checkpoint.quantised import LAYOUTS, Dequantised
 from mini_checkpoint.tokenizer import write_tokenizer
 from mini_checkpoint.writer import write_checkpoint
 
@@ -51,10 +52,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--kv-rms", type=float, default=Shape.kv_rms, help="of keys and values (default: %(default)s)"
     )
+    parser.add_argument(
+        "--layout",
+        choices=["fp8", *LAYOUTS],
+        default="fp8",
+        help="how linears are quantised and named: mini_checkpoint/quantised.py (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dequantised",
+        action="store_true",
+        help="the values that --layout stands for, in BF16: what to compare it with",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
     if args.heads < 8 or args.heads % 8:
         parser.error(f"--heads must be a multiple of 8, for an output group is 8 heads, and is {args.heads}")
+
+    if args.dequantised and args.layout == "fp8":
+        parser.error("--dequantised needs a --layout other than fp8")
+    layout = LAYOUTS[args.layout]() if args.layout != "fp8" else None
+    if layout and args.dequantised:
+        layout = Dequantised(layout)
 
     def log(line: str) -> None:
         if not args.quiet or not line.startswith("  "):
@@ -68,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             fp8_wo_b=args.fp8_wo_b,
             kv_rms=args.kv_rms,
         )
-        write_checkpoint(args.out_dir, Recipe(shape, args.seed), log=log)
+        write_checkpoint(args.out_dir, Recipe(shape, args.seed, layout), log=log)
     except ValueError as error:
         parser.error(str(error))
     return 0

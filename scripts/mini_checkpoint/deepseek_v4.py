@@ -84,10 +84,11 @@ HC_SCALE = 0.5
 
 def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     """config.json; `layout` is FP8 blocks unless given."""
+    layout = layout or Fp8Blocks()
     ignored = []
     if not s.fp8_wo_b:  # vLLM's module names; next-token layers continue the numbering
         ignored = [f"model.layers.{i}.attn.wo_b" for i in range(s.layers + s.mtp_layers)]
-    return {
+    config = {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "dtype": "bfloat16",
@@ -136,14 +137,15 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
             "beta_fast": 32,
             "beta_slow": 1,
         },
-        "expert_dtype": "fp8",
-        "quantization_config": (layout or Fp8Blocks()).config(ignored),
+        "expert_dtype": layout.expert_dtype,
+        "quantization_config": layout.config(ignored),
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
         "tie_word_embeddings": False,
         "use_cache": True,
     }
+    return {key: value for key, value in config.items() if value is not None}
 
 
 class Recipe(BaseRecipe):
