@@ -301,7 +301,9 @@ def _parameter(model: torch.nn.Module, name: str) -> str | None:
             name = name.replace(old, new)
         name = drafts(layer, name)
         if name.endswith(".scale"):
-            expert = ".experts." in name and model.config.expert_dtype == "fp4"
+            expert = ".experts." in name and (
+                getattr(model.config, "expert_dtype", "fp4") == "fp4"
+            )
             name = name.removesuffix("scale") + (
                 "weight_scale" if expert else "weight_scale_inv"
             )
@@ -434,17 +436,19 @@ def _expand_wo_a(
     layer: torch.nn.Module,
 ) -> None:
     """FP8 in blocks goes on to vLLM's grouped product; the others are expanded."""
-    parameters = dict(layer.named_parameters(recurse=False))
-    scale = parameters.get("weight_scale_inv", parameters.get("weight_scale"))
-    blocks = getattr(layer, "weight_block_size", None)
-    if blocks is not None and scale is not None:
+    if getattr(layer, "weight_block_size", None) is not None:
         stock(layer)
-        if layer.weight.dim() == 3:  # prepared for the grouped product
-            return
-        parameters = dict(layer.named_parameters(recurse=False))
+        if layer.weight.dim() != 3:  # what the grouped product of DeepGEMM needs
+            raise ValueError(
+                "wo_a is FP8 in blocks here, and vLLM's grouped product for it needs "
+                "DeepGEMM; do not turn that off."
+            )
+        return
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    weight = dequantise(parameters, layer.logical_widths).to(torch.bfloat16)
+    parameters = dict(layer.named_parameters(recurse=False))
+    widths = getattr(layer, "logical_widths", None)
+    weight = dequantise(parameters, widths).to(torch.bfloat16)
     for name in parameters:
         delattr(layer, name)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
