@@ -48,6 +48,10 @@ export FLASHINFER_RELEASES
 export RAY_PACKAGES=$cache/ray-2.60.0
 beside "$RAY_PACKAGES" ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 protobuf==7.36.2
 
+# For tests/glue/test_quantised_linears.py, as vLLM 0.22.1 pins it.
+export COMPRESSED_TENSORS=$cache/compressed-tensors-0.15.0.1
+beside "$COMPRESSED_TENSORS" compressed-tensors==0.15.0.1 loguru==0.7.3
+
 exec 9>&- # everything is there
 
 run() { # RELEASE, options of pytest

@@ -1,11 +1,12 @@
 """Runs in a process of its own: vLLM's real DeepSeek V4 and its next-token layers, on the CPU, with the weights of
 small checkpoints in quantised layouts.
 
-Reads a JSON object from standard input, of folders by name, beside which may be a folder NAME-bf16 with
-the values that the weights stand for; writes a JSON object of what came of each. CAPABILITY is as in hopper.py. Kernels are
+Reads a JSON object from standard input, of folders by name, beside which may be a folder NAME-bf16 with the values
+that the weights stand for; writes a JSON object of what came of each. CAPABILITY is as in hopper.py. Kernels are
 chosen, as for that GPU, and none runs: layers are looked at as they are when their weights have been loaded.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -39,20 +40,6 @@ class Humming(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(Humming())
-operators = torch._ops._OpNamespace.__getattr__
-
-
-def compiled(self, name):
-    """vLLM's compiled operators are not there; layers name them when they are made."""
-    try:
-        return operators(self, name)
-    except AttributeError:
-        if name.startswith("__"):
-            raise
-        return MagicMock()
-
-
-torch._ops._OpNamespace.__getattr__ = compiled
 torch.cuda.Stream = lambda *args: None
 hopper.NonNvmlCudaPlatform.device_type = "cpu"
 hopper.NonNvmlCudaPlatform.num_compute_units = classmethod(lambda cls, device_id=0: 132)
@@ -67,6 +54,22 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.models.deepseek_v4.nvidia.mtp import DeepSeekV4MTP  # noqa: E402
 
+for name in ("compressed_tensors.compressed_tensors", "modelopt", "inc", "auto_gptq", "moe_wna16", "fp8", "mxfp4"):
+    importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+operators = torch._ops._OpNamespace.__getattr__
+
+
+def compiled(self, name):
+    """vLLM's compiled operators are not there; layers name them when they are made."""
+    try:
+        return operators(self, name)
+    except AttributeError:
+        if name.startswith("__"):
+            raise
+        return MagicMock()
+
+
+torch._ops._OpNamespace.__getattr__ = compiled  # after imports, which ask what is there
 indexer.has_deep_gemm = lambda: True
 nvfp4_utils.cutlass_scaled_mm_supports_fp4 = lambda capability: capability >= 100
 
@@ -85,7 +88,7 @@ def tensors(folder):
     files = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
     for file in sorted(set(files.values())):
         with safe_open(Path(folder) / file, "pt") as weights:
-            for name in weights.keys():
+            for name in weights.keys():  # noqa: SIM118  (not a dict)
                 yield name, weights.get_tensor(name)
 
 
@@ -133,7 +136,7 @@ def look(name, layer, layers, reference):
     else:
         weight = dequantise(parameters, getattr(layer, "logical_widths", None))
     result["error"] = error_of(weight, expected(reference, modules))
-    if path.endswith(".wo_a") and result["scheme"] != "CompressedTensorsW8A8Fp8" and "weight_scale_inv" not in parameters:
+    if path.endswith(".wo_a") and getattr(layer, "weight_block_size", None) is None:
         layer.quant_method.process_weights_after_loading(layer)
         result |= {"after": error_of(layer.weight.float(), expected(reference, modules))}
         result |= {"dtype": str(layer.weight.dtype), "parameters": sorted(dict(layer.named_parameters()))}

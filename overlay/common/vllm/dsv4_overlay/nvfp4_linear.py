@@ -91,8 +91,8 @@ def pad_weight(
     """
     if 2 * weight.shape[1] != GROUP * scale.shape[1]:
         raise ValueError(
-            f"An NVFP4 weight of {2 * weight.shape[1]} columns needs one scale for each "
-            f"{GROUP} of them, and has {scale.shape[1]}."
+            f"An NVFP4 weight of {2 * weight.shape[1]} columns needs one scale for "
+            f"each {GROUP} of them, and has {scale.shape[1]}."
         )
     rows = -weight.shape[0] % ALIGNMENT
     columns = -2 * weight.shape[1] % ALIGNMENT
@@ -103,10 +103,12 @@ def pad_weight(
 
 
 def interleave_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Block scales [rows, groups] in the order of tcgen05's `scale_vec::4X` (PTX ISA,
-    9.7.16.10.7.2): tiles of 128 rows and four groups, in which row r of a tile is the
-    (r % 32)-th of 16 bytes and (r // 32)-th of four in it. Padded with zeros to [rows up
-    to 128, groups up to 4]."""
+    """Block scales [rows, groups] as tcgen05 reads them: tiles of 128 rows and four
+    groups, 512 bytes each, in which those of row r are the four bytes from
+    r % 32 * 16 + r // 32 * 4 on. Padded with zeros to multiples of 128 and 4.
+
+    Source: PTX ISA, "tcgen05-mma-scale-factor-b-layout-4x".
+    """
     rows, groups = scale.shape
     bytes_ = torch.nn.functional.pad(
         scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
-"""Checkpoints of DeepSeek V4 with linears that are quantised otherwise than in DeepSeek's
-own: NVFP4, 4-bit integers or FP8, in attention, compressors, indexers or experts, mixed by
-layer.
+"""Checkpoints of DeepSeek V4 with linears that are quantised otherwise than in
+DeepSeek's own: NVFP4, 4-bit integers or FP8, in attention, compressors, indexers or
+experts, mixed by layer.
 
-The tensors in the files say whether a layer is quantised, `quantization_config` says how.
-That configuration names layers as the tool that wrote it did, and vLLM fuses and renames
-them, so each name of a layer is tried. Every layer then runs through its own kernel, but
-for `wo_a`: that is one product for each group of heads, which no quantised kernel of vLLM
-does but the one for FP8 in blocks of 128. Other formats of it are expanded to BF16 at load
-(V4-Flash, without tensor parallelism: 67 MB a layer, where NVFP4 has 19).
+The tensors in the files say whether a layer is quantised, `quantization_config` says
+how. That configuration names layers as the tool that wrote it did, and vLLM fuses and
+renames them, so each name of a layer is tried. Every layer then runs through its own
+kernel, but for `wo_a`: that is one product for each group of heads, which no quantised
+kernel of vLLM does but the one for FP8 in blocks of 128. Other formats of it are
+expanded to BF16 at load (V4-Flash, without tensor parallelism: 67 MB a layer, where
+NVFP4 has 19).
 
-A checkpoint that vLLM loads itself is left to it: nothing here runs then.
+A checkpoint that vLLM loads itself is left to it: the model's layers are made, and run,
+as without this module.
 """
 
 import copy
@@ -54,8 +56,8 @@ _OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
 
 
 class Checkpoint(NamedTuple):
-    """What the files of a checkpoint hold: `files` by tensor, and by module the last parts
-    of its tensors' names."""
+    """What the files of a checkpoint hold: `files` by tensor, and by module the last
+    parts of its tensors' names."""
 
     files: Mapping[str, str]
     parts: Mapping[str, frozenset[str]]
@@ -84,15 +86,15 @@ class Checkpoint(NamedTuple):
                 next(n for n in found if found[n] is is_so) for is_so in (True, False)
             ]
             raise ValueError(
-                f"This checkpoint has {names[0]} quantised and {names[1]} not; vLLM runs "
-                "both as one layer and needs them alike."
+                f"This checkpoint has {names[0]} quantised and {names[1]} not; vLLM "
+                "runs both as one layer and needs them alike."
             )
         return next(iter(found.values()), None)
 
 
 def adapt(vllm_config: "VllmConfig") -> None:
-    """Make `vllm_config.quant_config` fit this checkpoint, before the model's layers are
-    made with it. Nothing happens if vLLM loads the checkpoint itself."""
+    """Make `vllm_config.quant_config` fit this checkpoint, before the model's layers
+    are made with it. Nothing happens if vLLM loads the checkpoint itself."""
     quant_config = vllm_config.quant_config
     if quant_config is None or hasattr(quant_config, "dsv4_checkpoint"):
         return
@@ -116,8 +118,8 @@ def adapt(vllm_config: "VllmConfig") -> None:
         model.hf_config.num_hidden_layers,
     )
     logger.info_once(
-        "Linears of this checkpoint run by vllm-dsv4-overlay's rules for quantised ones "
-        "(quantization %s).",
+        "vllm-dsv4-overlay decides by this checkpoint's tensors which linears are "
+        "quantised (quantization %s).",
         quant_config.get_name(),
     )
 
@@ -162,8 +164,8 @@ def block_scale(wo_a: torch.nn.Module) -> torch.Tensor:
 def grouped_product(
     attention: torch.nn.Module, o: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """What `wo_a` makes of the heads `o` [tokens, heads, head_dim], their RoPE undone, with
-    a weight that is not quantised: [tokens, groups, o_lora_rank], of o's dtype."""
+    """What `wo_a` makes of the heads `o` [tokens, heads, head_dim], their RoPE undone,
+    with a weight that is not quantised: [tokens, groups, o_lora_rank], of o's dtype."""
     rope = attention.rope_head_dim
     cos, sin = (
         attention.rotary_emb.cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
@@ -185,8 +187,8 @@ def with_clamp(
 
 
 def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
-    """Refuse a checkpoint with a tensor that none of the model's parameters is for, before
-    weights are loaded.
+    """Refuse a checkpoint with a tensor that none of the model's parameters is for,
+    before weights are loaded.
 
     Raises:
         ValueError: one sentence: the file, the tensor, what its layer takes.
@@ -242,8 +244,8 @@ def _read(model: str, revision: str | None) -> Checkpoint | None:
 
 
 def _needed(quant_config: "QuantizationConfig", checkpoint: Checkpoint | None) -> bool:
-    """Whether vLLM itself would not load the checkpoint: all but DeepSeek's own formats,
-    and those where layers that it leaves as they are have scales."""
+    """Whether vLLM itself would not load the checkpoint everywhere: all but DeepSeek's
+    own formats, and those where layers that it leaves as they are have scales."""
     if quant_config.get_name() != "deepseek_v4_fp8":
         return True
     if quant_config.weight_block_size is None:
@@ -260,8 +262,8 @@ def _needed(quant_config: "QuantizationConfig", checkpoint: Checkpoint | None) -
 
 
 def checkpoint_modules(prefix: str, main_layers: int) -> list[str]:
-    """The modules of the checkpoint that vLLM's layer `prefix` holds; of the experts the
-    first one's."""
+    """The modules of the checkpoint that vLLM's layer `prefix` holds; of the experts
+    the first one's."""
     if not prefix:  # the two layers that vLLM makes without a name
         return ["mtp.0.e_proj", "mtp.0.h_proj"]
     found = _LAYER.fullmatch(prefix)
@@ -355,8 +357,8 @@ def _quant_method(
             has = ", ".join(sorted(checkpoint.parts[modules[0]]))
             raise ValueError(
                 f"{modules[0]} of this checkpoint is quantised ({has}), and its "
-                f"quantization_config ({quant_config.get_name()}) does not say how; add "
-                "the module to the layers that it names."
+                f"quantization_config ({quant_config.get_name()}) does not say how; "
+                "add the module to the layers that it names."
             )
     if method is None or isinstance(method, plain):
         return method
@@ -404,8 +406,8 @@ def _mxfp4_experts(
     layer: torch.nn.Module,
     modules: list[str],
 ) -> "QuantizeMethodBase | None":
-    """For experts as DeepSeek has them (those of next-token layers, say) in a checkpoint
-    whose others are NVFP4."""
+    """For experts as DeepSeek has them (those of next-token layers, say) in a
+    checkpoint whose others are NVFP4."""
     if (
         quant_config.get_name() == "deepseek_v4_fp8"
         and quant_config.moe_quant_algo == "NVFP4"
@@ -454,7 +456,7 @@ def _expand_wo_a(
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.quant_method = UnquantizedLinearMethod()
     logger.info_once(
-        "wo_a has been expanded to BF16: vLLM's grouped product runs on FP8 in blocks of "
+        "wo_a has been expanded to BF16: the grouped product runs on FP8 in blocks of "
         "128 or on this."
     )
 
@@ -464,8 +466,9 @@ def _keep_shard_scales(
     stock: Callable[[torch.nn.Module], None],
     layer: torch.nn.Module,
 ) -> None:
-    """vLLM takes one scale for all tensors of a fused NVFP4 layer, the largest factor or
-    divisor, also where they differ; the others' outputs are put right by what is left."""
+    """vLLM takes one scale for all tensors of a fused NVFP4 layer, the largest factor
+    or divisor, also where they differ; what is left of the others' scales multiplies
+    their outputs, which is one more launch."""
     rest = None
     if hasattr(layer, "weight_scale_2") or hasattr(layer, "weight_global_scale"):
         scales = nvfp4_shard_scales(dict(layer.named_parameters(recurse=False)))
@@ -534,8 +537,8 @@ def _share_expert_scales(
         taken = taken.expand_as(scales)
         stored.data.copy_(1 / taken if inverse else taken)
         logger.warning_once(
-            "w1 and w3 of experts have scales that differ, and vLLM's kernels take one: "
-            "block scales of one of them have been rounded anew."
+            "w1 and w3 of experts have scales that differ, and vLLM's kernels take "
+            "one: block scales of one of them have been rounded anew."
         )
     stock(layer)
 
@@ -551,5 +554,7 @@ def _log_nvfp4_kernel(method: "QuantizeMethodBase", layer: torch.nn.Module) -> N
         logger.info_once(
             "NVFP4 linears run on %s: %s.",
             type(kernel).__name__,
-            reason or "this GPU has the CuTe DSL product of FlashInfer",
+            reason
+            or "FlashInfer's CuTe DSL product, which vllm-dsv4-overlay has not run on "
+            "a GPU yet; VLLM_DISABLED_KERNELS=CuTeDSLNvFp4LinearKernel turns it off",
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
-"""What the parameters of a quantised linear layer stand for, in float32, as vLLM holds them
-between loading and their preparation for a kernel. torch only."""
+"""What the parameters of a quantised linear layer stand for, in float32, as vLLM holds
+them between loading and their preparation for a kernel. torch only."""
 
 from collections.abc import Mapping
 
@@ -20,8 +20,8 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """int32 with eight unsigned 4-bit numbers along `dim`, the lowest bits first, to float32
-    less 8: symmetric 4-bit weights of GPTQ and of compressed-tensors."""
+    """int32 [n, m] with eight unsigned 4-bit numbers along `dim`, the lowest bits
+    first, to float32 less 8: symmetric weights of GPTQ and of compressed-tensors."""
     shifts = torch.arange(0, 32, 4, device=packed.device)
     numbers = (packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (1 - dim))) & 15
     return numbers.flatten(dim, dim + 1).float() - 8
@@ -41,8 +41,8 @@ def dequantise(
             `weight_packed` (int32 [out, in / 8]) and `weight_scale` ([out, groups],
             compressed-tensors). FP8: `weight` (E4M3) and `weight_scale` or
             `weight_scale_inv`, one number a tensor, a row, or a block.
-        widths: rows of each tensor of the checkpoint that the layer holds, where there is
-            a scale for each.
+        widths: rows of each tensor of the checkpoint that the layer holds, where there
+            is a scale for each.
 
     Raises:
         ValueError: none of these; one sentence.
@@ -70,8 +70,8 @@ def dequantise(
         for name, value in parameters.items()
     )
     raise ValueError(
-        f"Weights stored as {found} cannot be expanded; NVFP4, symmetric 4-bit integers and "
-        "FP8 can."
+        f"Weights stored as {found} cannot be expanded; NVFP4, symmetric 4-bit "
+        "integers and FP8 can."
     )
 
 
