@@ -6,6 +6,7 @@ ct-nvfp4        canada-quant's with NVFP4 experts: compressed-tensors, attention
 ct-w4a16        canada-quant's with experts in 4-bit integers, otherwise the same
 autoround       Intel's: 4-bit integers in GPTQ's packing everywhere but next-token layers
 nvfp4           ModelOpt, every linear NVFP4 (no public checkpoint has this)
+bf16            not quantised
 
 Names, dtypes and `quantization_config` are those of the tools; values are rounded to nearest. Scales of
 4-bit formats are chosen so that each weight is exact in BF16: `Dequantised` writes those, and a model
@@ -217,6 +218,14 @@ class ModelOptNvfp4(Quantised):
         }
 
 
+class Plain(Quantised):
+    def format(self, name: str, kind: str) -> None:
+        return None
+
+    def config(self, ignored: list[str]) -> None:
+        return None
+
+
 class Dequantised(Fp8Blocks):
     """The values that another layout stands for, in BF16, and no `quantization_config`."""
 
@@ -239,4 +248,5 @@ LAYOUTS: dict[str, Callable[[], Quantised]] = {
     "ct-w4a16": lambda: CompressedTensors(compressed_tensors_int4),
     "autoround": AutoRound,
     "nvfp4": ModelOptNvfp4,
+    "bf16": Plain,
 }

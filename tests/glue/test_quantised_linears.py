@@ -42,6 +42,7 @@ TINY = mini.Shape(
 EVERY_LINEAR = ("attn.fused_wqa_wkv", "attn.wq_b", "attn.wo_a", "attn.wo_b", "ffn.shared_experts.gate_up_proj",
                 "ffn.shared_experts.down_proj", "attn.indexer.wq_b", "attn.indexer.weights_proj",
                 "attn.indexer.compressor.fused_wkv_wgate", "attn.mla_attn.compressor.fused_wkv_wgate")  # fmt: skip
+QUANTISED = [name for name in LAYOUTS if name != "bf16"]
 PLAIN = "UnquantizedLinearMethod"
 CT = "CompressedTensorsLinearMethod"
 # Of layer 1: the method of all linears, of those that have another, of the experts; of wq_b in the draft's layer.
@@ -106,7 +107,7 @@ def checkpoints(tmp_path_factory):
         layouts |= {name: make(), f"{name}-bf16": Dequantised(make())}
     for name, layout in layouts.items():
         mini.write_checkpoint(folder / name, mini.Recipe(TINY, 0, layout), threads=1, log=lambda line: None)
-    return {name: folder / name for name in ("fp8", *LAYOUTS)} | {"bf16": folder / "nvfp4-bf16"}
+    return {name: folder / name for name in ("fp8", *LAYOUTS)}
 
 
 def load(tree, folders, capability="9.0"):
@@ -147,7 +148,7 @@ def loaded_by_stock(stock, checkpoints):
     return load(stock, checkpoints)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", QUANTISED)
 def test_each_layer_of_each_layout_holds_the_values_of_the_checkpoint(loaded, layout):
     result = loaded[layout]
     assert "error" not in result, result["error"]
@@ -158,7 +159,7 @@ def test_each_layer_of_each_layout_holds_the_values_of_the_checkpoint(loaded, la
     assert unloaded == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", QUANTISED)
 def test_linears_have_the_method_of_their_tensors(loaded, layout):
     linears, others, experts, drafts = EXPECTED[layout]
     layers = {name: layer["method"] for name, layer in loaded[layout]["layers"].items()}
@@ -183,7 +184,7 @@ def test_experts_and_linears_run_on_marlin_on_hopper(loaded):
 
 
 def test_stock_vllm_stops_on_each_layout(loaded_by_stock):
-    errors = {name: loaded_by_stock[name]["error"] for name in (*LAYOUTS, "bf16")}
+    errors = {name: loaded_by_stock[name]["error"] for name in LAYOUTS}
     assert errors.pop("nvfp4-experts").startswith("NotImplementedError")
     assert errors.pop("bf16").startswith("AttributeError") and len(errors) == 4
     assert all(error == "KeyError: 'scale_fmt'" for error in errors.values())
@@ -195,8 +196,9 @@ def test_deepseeks_own_format_is_left_to_vllm(loaded, loaded_by_stock):
 
 
 def test_a_checkpoint_without_quantisation_loads(loaded):
-    layers = loaded["bf16"]["layers"].values()
+    result, layers = loaded["bf16"], loaded["bf16"]["layers"].values()
     assert {layer["method"] for layer in layers} == {PLAIN, "UnquantizedFusedMoEMethod"}
+    assert {layer["error"] for layer in layers} == {0.0} and not result["adapted"]
 
 
 def test_a_tensor_that_fits_nowhere_is_named(loaded):
@@ -247,6 +249,18 @@ def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, need
     config = SimpleNamespace(get_name=lambda: "deepseek_v4_fp8", weight_block_size=[128, 128])
     checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names, "a file"))
     assert quantised_linears._needed(config, checkpoint) is needed
+
+
+def test_experts_as_deepseek_has_them_beside_nvfp4_ones():
+    class Config:
+        _resolved_moe_quant_algo = "NVFP4"
+        moe_quant_algo = property(lambda self: self._resolved_moe_quant_algo)
+
+    config = Config()
+    for parts, seen in (({"weight", "scale"}, ""), ({"weight", "weight_scale", "weight_scale_2"}, "NVFP4")):
+        with quantised_linears._own_experts(config, frozenset(parts)):
+            assert config.moe_quant_algo == seen
+        assert config.moe_quant_algo == "NVFP4"
 
 
 # ---------------------------------------------------------------- formats

@@ -16,11 +16,12 @@ A checkpoint that vLLM loads itself is left to it: the model's layers are made, 
 as without this module.
 """
 
+import contextlib
 import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -199,10 +200,13 @@ def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 
     parameters = dict(model.named_parameters())
+    with_experts = not any(".shared_experts." in name for name in parameters)
     for name, file in checkpoint.files.items():
         parameter = _parameter(model, name)
         if parameter is None or parameter in parameters:
             continue
+        if with_experts and ".shared_experts." in parameter:
+            continue  # 0.33.0 can hold them as one more expert
         if is_pp_missing_parameter(parameter, model) or _OPTIONAL.search(name):
             continue
         # Experts are one module: their parameters' names go on after an underscore.
@@ -349,10 +353,11 @@ def _quant_method(
             method = UnquantizedLinearMethod()
     else:
         _name_experts(quant_config, layer, prefix, modules)
-        method = _mxfp4_experts(quant_config, checkpoint, layer, modules)
-        for name in _names(prefix, modules):
-            if method is None or isinstance(method, plain):
-                method = stock(layer, name)
+        method = None
+        with _own_experts(quant_config, checkpoint.parts[modules[0]]):
+            for name in _names(prefix, modules):
+                if method is None or isinstance(method, plain):
+                    method = stock(layer, name)
         if method is None or isinstance(method, plain):
             has = ", ".join(sorted(checkpoint.parts[modules[0]]))
             raise ValueError(
@@ -400,24 +405,21 @@ def _name_experts(
             return
 
 
-def _mxfp4_experts(
-    quant_config: "QuantizationConfig",
-    checkpoint: Checkpoint,
-    layer: torch.nn.Module,
-    modules: list[str],
-) -> "QuantizeMethodBase | None":
-    """For experts as DeepSeek has them (those of next-token layers, say) in a
-    checkpoint whose others are NVFP4."""
-    if (
-        quant_config.get_name() == "deepseek_v4_fp8"
-        and quant_config.moe_quant_algo == "NVFP4"
-        and "experts.0" in modules[0]
-        and checkpoint.parts[modules[0]] == {"weight", "scale"}
-    ):
-        from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
-
-        return Mxfp4MoEMethod(layer.moe_config)
-    return None
+@contextlib.contextmanager
+def _own_experts(
+    quant_config: "QuantizationConfig", parts: frozenset[str]
+) -> Iterator[None]:
+    """In a checkpoint whose experts are NVFP4, as `moe_quant_algo` says, let those that
+    are as DeepSeek has them (of next-token layers, say) be made so."""
+    algorithm = getattr(quant_config, "moe_quant_algo", None)
+    if not algorithm or parts != {"weight", "scale"}:
+        yield
+        return
+    quant_config._resolved_moe_quant_algo = ""
+    try:
+        yield
+    finally:
+        quant_config._resolved_moe_quant_algo = algorithm
 
 
 def _after_loading(
@@ -550,11 +552,11 @@ def _log_nvfp4_kernel(method: "QuantizeMethodBase", layer: torch.nn.Module) -> N
     kernel = getattr(method, "kernel", getattr(layer, "scheme", None))
     kernel = getattr(kernel, "kernel", kernel)
     if isinstance(kernel, NvFp4LinearKernel):
-        _, reason = CuTeDSLNvFp4LinearKernel.is_supported()
-        logger.info_once(
-            "NVFP4 linears run on %s: %s.",
-            type(kernel).__name__,
-            reason
-            or "FlashInfer's CuTe DSL product, which vllm-dsv4-overlay has not run on "
-            "a GPU yet; VLLM_DISABLED_KERNELS=CuTeDSLNvFp4LinearKernel turns it off",
-        )
+        if isinstance(kernel, CuTeDSLNvFp4LinearKernel):
+            reason = (
+                "FlashInfer's CuTe DSL product, which vllm-dsv4-overlay has not run on "
+                "a GPU yet; VLLM_DISABLED_KERNELS=CuTeDSLNvFp4LinearKernel turns it off"
+            )
+        else:
+            reason = CuTeDSLNvFp4LinearKernel.is_supported()[1] or "as vLLM prefers"
+        logger.info_once("NVFP4 linears run on %s: %s.", type(kernel).__name__, reason)
