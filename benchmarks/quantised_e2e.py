@@ -10,10 +10,10 @@ those of accuracy_e2e.py, and on the continuation that the first one decodes gre
     dequantised  the values that the layout's tensors stand for, in BF16: the layout's own error
     NAME         the layout itself, through the kernels that vLLM and the overlay choose
 
-The bar is KL(truth | NAME) <= 1.05 KL(truth | dequantised), for decode steps and for prompts: what the kernels
-add is a twentieth of what quantisation costs. It holds for kernels that leave activations in BF16 (Marlin); layouts
-with FP8 blocks round activations too, which `dequantised` does not have, and are only reported.
-KL(dequantised | NAME) is the kernels' own.
+The bar is KL(truth | NAME) <= 1.05 KL(truth | dequantised), for decode steps and for prompts: what kernels
+add is a twentieth of what quantisation costs. It holds for kernels that leave activations in BF16 (Marlin).
+Layouts with FP8 blocks round activations too, which `dequantised` has not, and are only reported.
+KL(dequantised | NAME) is the kernels' own. Runs found in --work are not repeated.
 """
 
 from __future__ import annotations
@@ -71,9 +71,13 @@ def run(name: str, spec: dict, forced: list | None, prompts: list, args: argpars
         "tp": args.tp,
         "scales": "",
         "out": str(args.work / f"{name}.npz"),
-        "key": name,
+        "key": accuracy_e2e.key_of(name, spec, forced, args.steps, args.tp),
     }
-    done = accuracy_e2e.start_run(name, job, args)
+    if accuracy_e2e.read_result(Path(job["out"]), job["key"]):
+        log(f"{name}: found in {args.work}")
+        done: dict[str, Any] = {"ok": True, "reused": True}
+    else:
+        done = accuracy_e2e.start_run(name, job, args)
     if not done["ok"]:
         return done
     text = (args.work / f"{name}.log").read_text(errors="replace")
