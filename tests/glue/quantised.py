@@ -40,7 +40,7 @@ class Humming(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(Humming())
-torch.cuda.Stream = lambda *args: None
+torch.cuda.Stream = type("Stream", (), {})
 hopper.NonNvmlCudaPlatform.device_type = "cpu"
 hopper.NonNvmlCudaPlatform.num_compute_units = classmethod(lambda cls, device_id=0: 132)
 

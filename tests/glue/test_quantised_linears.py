@@ -110,11 +110,15 @@ def checkpoints(tmp_path_factory):
     return {name: folder / name for name in ("fp8", *LAYOUTS)}
 
 
-def load(tree, folders, capability="9.0"):
+def compressed_tensors():
     packages = os.environ.get("COMPRESSED_TENSORS")
     if not packages:
         pytest.skip("COMPRESSED_TENSORS does not name a folder with that package; scripts/test.sh makes one")
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{packages}", "CAPABILITY": capability}
+    return packages
+
+
+def load(tree, folders):
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{compressed_tensors()}", "CAPABILITY": "9.0"}
     script = [sys.executable, "-B", HERE / "quantised.py"]
     given = json.dumps({name: str(path) for name, path in folders.items()})
     done = subprocess.run(script, input=given, text=True, capture_output=True, env=environment, timeout=900)
@@ -389,7 +393,7 @@ def nvfp4_layer(make, weights):
 
 @pytest.mark.parametrize("make", [modelopt_nvfp4, compressed_tensors_nvfp4])
 @pytest.mark.parametrize("sizes", [(1.0, 37.0), (1.0, 1.0)])
-def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(make, sizes):
+def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch, make, sizes):
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4LinearMethod
 
     torch.manual_seed(1)
@@ -401,10 +405,10 @@ def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(make, sizes
     if make is modelopt_nvfp4:
         method = object.__new__(ModelOptNvFp4LinearMethod)
     else:
-        scheme = pytest.importorskip(
-            "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4"
-        ).CompressedTensorsW4A4Fp4
-        method = object.__new__(scheme)
+        monkeypatch.syspath_prepend(compressed_tensors())
+        from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+        method = object.__new__(schemes.CompressedTensorsW4A4Fp4)
         method.apply = method.apply_weights
     method.kernel = Exact()
     quantised_linears._after_loading(method, quantised_linears._keep_shard_scales)
