@@ -120,6 +120,12 @@ def look(name, layer, layers, reference):
         modules = [f"mtp.0.{path.rpartition('.')[2]}"]
     else:
         modules = quantised_linears.checkpoint_modules(path, layers)
+    if path.endswith(".experts"):
+        try:
+            limit = layer.quant_method.get_fused_moe_quant_config(layer).gemm1_clamp_limit
+        except AttributeError:
+            limit = "later"
+        result["clamp"] = [limit, getattr(layer, "dsv4_clamp", None)]
     if reference is None:
         return result
     if path.endswith(".experts"):

@@ -187,6 +187,15 @@ def test_experts_and_linears_run_on_marlin_on_hopper(loaded):
     assert f"NVFP4 linears run on MarlinNvFp4LinearKernel: {reason}." in log
 
 
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
+    layers = loaded[layout]["layers"]
+    # In the kernel's configuration. compressed-tensors' NVFP4 experts have one only when they are prepared.
+    in_configuration = "later" if layout == "ct-nvfp4" else 10.0
+    assert layers["model.layers.1.ffn.experts"]["clamp"] == [in_configuration, 10.0]
+    assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
+
+
 def test_stock_vllm_stops_on_each_layout(loaded_by_stock):
     errors = {name: loaded_by_stock[name]["error"] for name in LAYOUTS}
     assert errors.pop("nvfp4-experts").startswith("NotImplementedError")
@@ -315,10 +324,9 @@ def test_an_unknown_format_is_named():
 # ---------------------------------------------------------------- products
 
 
-def linear(outputs, method=None):
+def linear(outputs, held):
     class Layer(torch.nn.Module):
-        weight = torch.randn(8, 16)
-        quant_method = method
+        weight = held
         asked = 0
 
         def forward(self, x):
@@ -329,11 +337,9 @@ def linear(outputs, method=None):
 
 
 def test_an_unquantised_product_is_vllms_own_call(monkeypatch):
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
     calls = []
     monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: calls.append((args, kwargs)) or "product")
-    layer, x = linear(None, UnquantizedLinearMethod()), torch.randn(3, 16)
+    layer, x = linear(None, torch.randn(8, 16).bfloat16()), torch.randn(3, 16).bfloat16()
     assert quantised_linears.project_float32(layer, x) == "product"
     ((left, right), options) = calls[0]
     assert left is x and right.data_ptr() == layer.weight.data_ptr() and right.shape == (16, 8)
@@ -341,10 +347,11 @@ def test_an_unquantised_product_is_vllms_own_call(monkeypatch):
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_a_quantised_product_runs_through_the_layer(as_tuple):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int32, None])
+def test_a_quantised_product_runs_through_the_layer(as_tuple, dtype):
     out = torch.randn(3, 8, dtype=torch.bfloat16)
-    layer = linear((out, None) if as_tuple else out)
-    result = quantised_linears.project_float32(layer, torch.randn(3, 16))
+    layer = linear((out, None) if as_tuple else out, None if dtype is None else torch.zeros(8, 16).to(dtype))
+    result = quantised_linears.project_float32(layer, torch.randn(3, 16).bfloat16())
     assert layer.asked == 1 and result.dtype == torch.float32 and torch.equal(result, out.float())
 
 

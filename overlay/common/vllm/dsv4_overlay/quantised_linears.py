@@ -142,10 +142,9 @@ def scale_format(config: "PretrainedConfig") -> str | None:
 def project_float32(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, in] through `linear`, float32 [tokens, out]: accumulated and kept so
     where the weight is not quantised, as vLLM does, else the layer's result."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    if isinstance(linear.quant_method, UnquantizedLinearMethod):
-        return torch.mm(x, linear.weight.T, out_dtype=torch.float32)
+    weight = getattr(linear, "weight", None)
+    if weight is not None and weight.dtype == x.dtype:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
     out = linear(x)
     return (out[0] if isinstance(out, tuple) else out).float()
 
@@ -365,10 +364,12 @@ def _quant_method(
                 f"quantization_config ({quant_config.get_name()}) does not say how; "
                 "add the module to the layers that it names."
             )
-    if method is None or isinstance(method, plain):
-        return method
+    if method is None:
+        return None
     if isinstance(layer, RoutedExperts):
         _prepare_experts(method, layer)
+    elif isinstance(method, plain):
+        pass
     elif prefix.endswith(".attn.wo_a"):
         _after_loading(method, _expand_wo_a)
     else:
