@@ -114,7 +114,7 @@ def error_of(weight, reference):
 
 def look(name, layer, layers, reference):
     """What a layer is, and how far its weight is from the values that the checkpoint stands for."""
-    path = name.replace(".mla_attn.", ".").replace(".mtp_block.", ".")
+    path = name.replace(".mla_attn.", ".").replace(".mtp_block.", ".").removesuffix(".routed_experts")
     result = {"method": type(layer.quant_method).__name__, "scheme": type(getattr(layer, "scheme", None)).__name__}
     if path.endswith((".e_proj", ".h_proj")):
         modules = [f"mtp.0.{path.rpartition('.')[2]}"]

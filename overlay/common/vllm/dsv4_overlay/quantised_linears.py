@@ -200,8 +200,11 @@ def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
 
     parameters = dict(model.named_parameters())
     with_experts = not any(".shared_experts." in name for name in parameters)
+    # 0.33.0 has the experts in a module of theirs.
+    inner = any(".experts.routed_experts." in name for name in parameters)
+    experts = ".experts.routed_experts." if inner else ".experts."
     for name, file in checkpoint.files.items():
-        parameter = _parameter(model, name)
+        parameter = _parameter(model, name, experts)
         if parameter is None or parameter in parameters:
             continue
         if with_experts and ".shared_experts." in parameter:
@@ -209,7 +212,7 @@ def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
         if is_pp_missing_parameter(parameter, model) or _OPTIONAL.search(name):
             continue
         # Experts are one module: their parameters' names go on after an underscore.
-        owner = re.sub(r"(\.experts\.w(13|2)_|\.)[^.]*$", r"\1", parameter)
+        owner = re.sub(r"(experts\.w(13|2)_|\.)[^.]*$", r"\1", parameter)
         takes = sorted(n.removeprefix(owner) for n in parameters if n.startswith(owner))
         takes = [part for part in takes if "." not in part]
         raise ValueError(
@@ -269,7 +272,7 @@ def checkpoint_modules(prefix: str, main_layers: int) -> list[str]:
     the first one's."""
     if not prefix:  # the two layers that vLLM makes without a name
         return ["mtp.0.e_proj", "mtp.0.h_proj"]
-    found = _LAYER.fullmatch(prefix)
+    found = _LAYER.fullmatch(prefix.removesuffix(".routed_experts"))
     if found is None:
         return []
     number, rest = int(found[1]), found[2]
@@ -282,9 +285,10 @@ def checkpoint_modules(prefix: str, main_layers: int) -> list[str]:
     return [f"{parent}.{part}" for part in FUSED.get(last, [last])]
 
 
-def _parameter(model: torch.nn.Module, name: str) -> str | None:
-    """The parameter that vLLM's loader gives a tensor of the checkpoint to; None if it
-    skips the tensor, or if another model has it."""
+def _parameter(model: torch.nn.Module, name: str, experts: str) -> str | None:
+    """The parameter that vLLM's loader gives a tensor of the checkpoint to, with
+    `experts` for the module of experts; None if it skips the tensor, or if another
+    model has it."""
     drafts = getattr(model, "_rewrite_spec_layer_name", None)
     if drafts is None:
         if "mtp." in name:
@@ -313,8 +317,8 @@ def _parameter(model: torch.nn.Module, name: str) -> str | None:
                 "weight_scale" if expert else "weight_scale_inv"
             )
     if ".experts." in name:
-        name = re.sub(r"\.experts\.\d+\.w[13]\.", ".experts.w13_", name)
-        return re.sub(r"\.experts\.\d+\.w2\.", ".experts.w2_", name)
+        name = re.sub(r"\.experts\.\d+\.w[13]\.", f"{experts}w13_", name)
+        return re.sub(r"\.experts\.\d+\.w2\.", f"{experts}w2_", name)
     for parts, fused in _STACKED:
         name = parts.sub(fused, name)
     return name
