@@ -102,7 +102,9 @@ def expert(layer, part, widths):
     for name, value in layer.named_parameters(recurse=False):
         if name.startswith(part):
             found[name.removeprefix(part)] = value.data[0]
-    if "weight_packed" in found and found["weight_packed"].dtype == torch.int32:  # Marlin's: transposed
+    packed = found.get("weight_packed")
+    if packed is not None and packed.dtype == torch.int32 and packed.shape[0] != found["weight_scale"].shape[0]:
+        # Transposed, for Marlin
         found = {"qweight": found["weight_packed"], "scales": found["weight_scale"]}
     return found["weight"].float() if set(found) == {"weight"} else dequantise(found, widths)
 

@@ -495,8 +495,8 @@ def _apply_rest_of_scale(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = stock(layer, x, None) * layer.dsv4_rest_of_scale
-    return (out if bias is None else out + bias).to(x.dtype)
+    out = stock(layer, x, None).mul_(layer.dsv4_rest_of_scale)
+    return out if bias is None else out + bias
 
 
 def _prepare_experts(method: "QuantizeMethodBase", layer: torch.nn.Module) -> None:
