@@ -265,6 +265,14 @@ def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, need
     assert quantised_linears._needed(config, checkpoint) is needed
 
 
+def test_weights_that_vllm_quantises_at_load_are_left_to_it():
+    config = SimpleNamespace(get_name=lambda: "fp8")
+    names = ["layers.0.attn.wq_a.weight", "layers.0.ffn.gate.weight", "layers.0.ffn.gate.bias", "norm.weight"]
+    for more, needed in (([], False), (["layers.0.attn.wq_a.weight_scale"], True)):
+        checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names + more, "a file"))
+        assert quantised_linears._needed(config, checkpoint) is needed
+
+
 def test_experts_as_deepseek_has_them_beside_nvfp4_ones():
     class Config:
         _resolved_moe_quant_algo = "NVFP4"

@@ -53,6 +53,10 @@ _STACKED = (
 )
 _INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LINEAR = re.compile(
+    r"\.(w[123]|wq_a|wq_b|wkv|wgate|wo_a|wo_b|weights_proj|e_proj|h_proj)$"
+)
+_ALWAYS_PLAIN = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")  # to vLLM
 _OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
 
 
@@ -250,20 +254,19 @@ def _read(model: str, revision: str | None) -> Checkpoint | None:
 
 
 def _needed(quant_config: "QuantizationConfig", checkpoint: Checkpoint | None) -> bool:
-    """Whether vLLM itself would not load the checkpoint everywhere: all but DeepSeek's
-    own formats, and those where layers that it leaves as they are have scales."""
+    """Whether vLLM itself would not load the checkpoint everywhere: quantised ones but
+    DeepSeek's own formats, and those where layers that it leaves as they are have
+    scales."""
+    quantised = {
+        module: parts
+        for module, parts in (checkpoint.parts if checkpoint else {}).items()
+        if _LINEAR.search(module) and parts != {"weight"}
+    }
     if quant_config.get_name() != "deepseek_v4_fp8":
-        return True
-    if quant_config.weight_block_size is None:
-        return True
-    always_plain = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")
-    parts = checkpoint.parts if checkpoint else {}
-    return any(
-        always_plain.search(module) and found != {"weight"}
-        for module, found in parts.items()
-    ) or any(
-        ".ffn.experts." in module and "weight_scale_2" in found
-        for module, found in parts.items()
+        return bool(quantised) or checkpoint is None  # else vLLM quantises it at load
+    return quant_config.weight_block_size is None or any(
+        _ALWAYS_PLAIN.search(module) or "weight_scale_2" in parts
+        for module, parts in quantised.items()
     )
 
 
