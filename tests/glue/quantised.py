@@ -174,7 +174,9 @@ def run(folder):
         result["unloaded"] += sorted(set(dict(model.named_parameters())) - loaded)
         for name, layer in model.named_modules():
             if hasattr(layer, "quant_method") and ".layers." in name and not name.endswith((".gate", ".head")):
-                result["layers"][name] = look(name, layer, layers, reference)
+                # By the same names in all releases.
+                shown = name.replace(".mla_attn.", ".").removesuffix(".routed_experts")
+                result["layers"][shown] = look(name, layer, layers, reference)
     result["adapted"] = hasattr(config.quant_config, "dsv4_checkpoint")
     return result | {"log": list(Log.lines)}
 
