@@ -14,7 +14,8 @@ the most likely token, for decode steps (the token after the prefill included) a
 
 Runs:
     truth, truth_fp8          float32 torch reference on the bfloat16 / fp8_per_tensor cache, eager
-    flashmla                  vLLM's own backend: the fp8_ds_mla cache, eager
+    flashmla                  vLLM's own backend and kernels: the fp8_ds_mla cache, eager
+    drop_in                   the same backend and cache by our kernels, where they serve
     bf16, fp8                 FLASHINFER_MLA_SPARSE_DSV4 on the bfloat16 / fp8_per_tensor cache
     flashmla_graph, bf16_graph, fp8_graph    the same, decoding by replay of full CUDA graphs
     flashmla_compiled, bf16_compiled, fp8_compiled    with vLLM's defaults: torch.compile, full and
@@ -54,7 +55,9 @@ from typing import Any
 
 import numpy as np
 from e2e import (
+    DROP_IN,
     MIN_PROB,
+    STOCK_KERNELS,
     child_environment,
     compare_full,
     compare_top,
@@ -76,7 +79,8 @@ GRAPHS_ONLY = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 REFERENCE_ENV = {"VLLM_DSV4_PROVIDER": "reference"}
 RUNS: dict[str, dict[str, Any]] = {
     "truth": {"backend": BACKEND, "kv": "bfloat16", "env": REFERENCE_ENV},
-    "flashmla": {"backend": None, "kv": "fp8"},
+    "flashmla": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS},
+    "drop_in": {"backend": None, "kv": "fp8", "env": DROP_IN},
     "bf16": {"backend": BACKEND, "kv": "bfloat16"},
     "fp8": {"backend": BACKEND, "kv": "fp8_per_tensor"},
     "truth_fp8": {"backend": BACKEND, "kv": "fp8_per_tensor", "env": REFERENCE_ENV},
@@ -86,15 +90,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp8_calibrated_graph": {
         "backend": BACKEND, "kv": "fp8_per_tensor", "scales": True, "compilation": GRAPHS_ONLY,
     },
-    "flashmla_graph": {"backend": None, "kv": "fp8", "compilation": GRAPHS_ONLY},
+    "flashmla_graph": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": GRAPHS_ONLY},
     "bf16_compiled": {"backend": BACKEND, "kv": "bfloat16", "compilation": {}},
     "fp8_compiled": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": {}},
-    "flashmla_compiled": {"backend": None, "kv": "fp8", "compilation": {}},
+    "flashmla_compiled": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": {}},
 }
 DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r]
 # (reference, run): what is compared.
 PAIRS = [
     ("truth", "flashmla"),
+    ("truth", "drop_in"),
     ("truth", "bf16"),
     ("truth", "fp8"),
     ("truth", "fp8_calibrated"),
@@ -349,6 +354,8 @@ def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
         def limit(factor: float, stock: float | None = stock) -> float | None:
             return None if stock is None else stock * factor
 
+        kl = value("truth|drop_in", part, "kl_mean")
+        add(f"{part}: KL(truth|drop_in) <= 1.05 KL(truth|flashmla)", kl, limit(1.05), False)
         add(f"{part}: bf16 top-1", value("truth|bf16", part, "top1"), 0.995, True)
         kl = value("truth|bf16", part, "kl_mean")
         add(f"{part}: KL(truth|bf16) <= KL(truth|flashmla)/10", kl, limit(0.1), False)

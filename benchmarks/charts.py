@@ -18,10 +18,11 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
-# Of sparse_mla.py: case, tokens, label.
-ATTENTION = [("full", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
+ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
+# Of sparse_mla.py: phase, tokens, label.
+ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
-SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results up to 0.1.0
+SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results that have no prompts
 # Of `vllm bench serve`: key, what the ratio is of, whether more is better.
 SERVING = [
     ("output_throughput", "output tokens a second", True),
@@ -31,17 +32,32 @@ SERVING = [
 Bar = tuple[float, float, float]  # median, least, most
 
 
+def kernel_results(results: Path) -> dict[str, Any]:
+    """What sparse_mla.py wrote; as long as that has no full-width rows, those of its last version beside it."""
+    found = json.loads((results / "stock_rows_h200.json").read_text("utf-8"))
+    if "phases" in found:
+        return found
+    # Both were measured on rows drawn over the pool.
+    rows = [row | {"phase": {"prefill": "scattered"}.get(row["phase"], row["phase"])} for row in found["results"]]
+    old = json.loads((results / "sparse_mla_h200.json").read_text("utf-8"))
+    for row in old["results"]:
+        if row["provider"] == "sm90":
+            phase = {"prefill": "scattered"}.get(row["phase"], row["phase"])
+            rows.append(row | {"rows": ROWS[row["cache"]], "phase": phase})
+    return old | {"results": rows}
+
+
 def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:
-    """By cache, by label of a case, by heads: FlashMLA's time over that of the native kernels."""
+    """By cache, by label of a phase, by heads: FlashMLA's time over that of the native kernels."""
     bars: dict[str, dict[str, dict[int, Bar]]] = {cache: {} for cache in CACHES}
-    old = "cases" not in result
-    for case, tokens, label in [*ATTENTION[:-1], SCATTERED] if old else ATTENTION:
-        for row in result["results"]:
-            of_row = ("full" if row["phase"] == "decode" else "scattered") if old else row["case"]
-            if (of_row, row["tokens"], row["provider"]) == (case, tokens, "sm90"):
-                every = [row["speedup"]] if old else row["rounds"]["speedup"]
-                of_case = bars[row["cache"]].setdefault(label, {})
-                of_case[row["heads"]] = row["speedup"], min(every), max(every)
+    prompts = any(row["phase"] == ATTENTION[-1][0] for row in result["results"])
+    for phase, tokens, label in ATTENTION if prompts else [*ATTENTION[:-1], SCATTERED]:
+        for cache, rows in ROWS.items():
+            for row in result["results"]:
+                if (row["rows"], row["phase"], row["tokens"]) == (rows, phase, tokens):
+                    every = row.get("rounds", {}).get("speedup") or [row["speedup"]]
+                    of_phase = bars[cache].setdefault(label, {})
+                    of_phase[row["heads"]] = row["speedup"], min(every), max(every)
     return bars
 
 
@@ -96,7 +112,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "vllm-dsv4-overlay"  # no random names
     from matplotlib import pyplot
 
-    attention = json.loads((results / "sparse_mla_h200.json").read_text())
+    attention = kernel_results(results)
     found = (json.loads(path.read_text()) for path in sorted(results.glob("serve_*.json")))
     serving = serving_bars([result for result in found if "FlashMLA" in result.get("runs", {})])
     gpu = attention["gpu"].split(",")[0]

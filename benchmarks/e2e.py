@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+# Whether our kernels stand in for FlashMLA's over the stock cache, where they serve; by default they do.
+STOCK_KERNELS, DROP_IN = {"VLLM_DSV4_DROP_IN": "0"}, {"VLLM_DSV4_DROP_IN": "1"}
 MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
 LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
 

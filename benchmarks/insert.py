@@ -57,7 +57,6 @@ class Inputs:
         self.q_fp8: torch.Tensor | None = None
         self.kv = torch.randn(self.calls, tokens, 512, device="cuda").bfloat16()
         self.cos_sin = torch.randn(MAX_POSITION, 64, device="cuda")
-        self.scale = torch.ones(1, device="cuda")
 
     def place(self, slots: str) -> None:
         """Draw `slots` and `positions` of all calls: see the docstring of this file."""
@@ -92,9 +91,9 @@ class Inputs:
             if operator == "full_cache_bf16_insert":
                 run(self.q[j], self.kv[j], *index, EPS, BLOCK)
             elif operator == "full_cache_fp8_insert":
-                run(self.q[j], self.kv[j], self.q_fp8[j], *index, self.scale, self.scale, EPS, BLOCK)
+                run(self.q[j], self.kv[j], self.q_fp8[j], *index, 1.0, 1.0, EPS, BLOCK)
             else:
-                run(self.q[j], self.kv[j], *index, self.scale, EPS, BLOCK)
+                run(self.q[j], self.kv[j], *index, 1.0, EPS, BLOCK)
 
         return call
 

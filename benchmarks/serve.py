@@ -1,26 +1,34 @@
 #!/usr/bin/env python3
 """Serving benchmark: FlashMLA against FLASHINFER_MLA_SPARSE_DSV4 in BF16 and FP8, through `vllm bench serve`.
 
+FlashMLA is the stock backend by stock kernels, DropIn the same backend and cache by ours where they serve.
+
     benchmarks/serve.sh --model DIR --tensor-parallel-size 4 --work /tmp/serve --out results.json
     benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, no download: dummy weights,
                                                        with seeded ones for what index scores come from
     benchmarks/serve.sh --dummy /tmp/v4-share --share-of 4 --tensor-parallel-size 1 ...
+    benchmarks/serve.sh --model NAME --base-url http://HOST:8000 ...      a server that is running
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
-(16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run, one after the
-other on the same GPUs. Before the --repeat measurements of a number of prompts comes one that does not
-count, of as many prompts of the same length with fewer tokens out: what is compiled depends on the
-tokens in a step, and its steps are the same. What is compiled while the clock runs all the same (new
-libraries in the caches of Triton, TileLang, DeepGEMM and FlashInfer), the result names. It has the
-median of the repetitions, every figure, and the clocks and temperature meanwhile. What is in --work is
-not measured again, so an interrupted command can be given once more; --output-len and --concurrency
-make it shorter, and the result says so. --profile adds, with the first concurrency, the share of
-attention in the GPU time of decode steps, by torch's profiler on rank 0. --share-of N, for a machine with
-fewer GPUs than the model needs, is a model of what one of N tensor-parallel GPUs computes: all layers, its
-share of the heads, of the width of every expert and of the vocabulary, and nothing sent between GPUs.
+(16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. One server a run on the same GPUs:
+one after the other or, with --together N, N of them at a time, which start together and are measured in
+turns while the others idle. vLLM cannot measure its memory beside others, so --kv-gib then says what the
+cache of each gets. (Of --share-of 4 a server takes 43 GiB beside its cache, 38 of them weights: two fit an
+H200 with 20 GiB of cache each.) The result counts requests that were preempted because a cache was full.
 
-Without a `vllm` on PATH, the vLLM of this Python serves. What makes the start shorter, for all runs
-alike (the result has the environment and the options):
+Before the --repeat measurements of a number of prompts comes one that does not count, of as many prompts of
+the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps are
+the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
+TileLang, DeepGEMM and FlashInfer), the result names. It has the median of the repetitions, every figure,
+and the clocks and temperature meanwhile. What is in --work is not measured again, so an interrupted command
+can be given once more; --output-len and --concurrency make it shorter, and the result says so. --profile
+adds, with the first concurrency, the share of attention in the GPU time of decode steps, by torch's
+profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what one
+of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
+the vocabulary, and nothing sent between GPUs.
+
+The `vllm` on PATH serves, or without one the vLLM of this Python, which is the client. What makes the
+start shorter, for all runs alike (the result has the environment and the options):
 
     VLLM_DEEP_GEMM_WARMUP=skip             the warm-up above compiles what is used, not every shape
     VLLM_USE_BREAKABLE_CUDAGRAPH=1         full and piecewise graphs without torch.compile
@@ -35,10 +43,12 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import datetime
 import gzip
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -51,6 +61,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +69,32 @@ REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
 sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
+from e2e import DROP_IN, STOCK_KERNELS, machine  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
 
 VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
+STOCK = ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"]
 RUNS = {
-    "FlashMLA": ["--attention-backend", "FLASHMLA_SPARSE_DSV4", "--kv-cache-dtype", "fp8_ds_mla"],
+    "FlashMLA": STOCK,
+    "DropIn": STOCK,
     "BF16": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "bfloat16"],
     "FP8": ["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"],
 }
+ENVIRONMENT = {"FlashMLA": STOCK_KERNELS, "DropIn": DROP_IN}
 # Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
 ATTENTION = re.compile(
     "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
 )
 SEEDED = ["--load-format", "dummy", "--worker-extension-cls", "seeded_weights.SeededWeights"]
 PROFILED_STEPS = 8
+# Of the memory, what has to be free when a server starts whose cache has a given size.
+MEMORY_FREE = 0.05
+RUNNING = "server"  # the run of --base-url
 SHARES = (1, 2, 4, 8)
 TRACE = "*rank0*.json.gz"
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\S* (\S+)", re.MULTILINE)
 COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
 # Key in the result of `vllm bench serve`, heading, factor.
 COLUMNS = [
@@ -117,22 +136,55 @@ def profile_delay(args: argparse.Namespace) -> int:
     return args.concurrency[0] * (args.input_len // 1024 + 1) if args.profile else 0
 
 
-class Server:
-    """`vllm serve` in a process group of its own; a context that ends it."""
+class Running:
+    """A server that somebody else started."""
 
-    def __init__(self, args: argparse.Namespace, name: str):
-        self.url = f"http://127.0.0.1:{args.port}"
+    log = "not known here"
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+
+    def check(self, patience: float = 0.0) -> None:
+        pass
+
+    def get(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                return answer.read().decode(errors="replace")
+        except (urllib.error.URLError, OSError, ValueError):  # ValueError: no such URL can be
+            return None
+
+    def healthy(self) -> bool:
+        return self.get("/health") is not None
+
+    def preemptions(self) -> float:
+        """Requests so far whose rows were dropped, to be computed again, because the cache was full."""
+        return sum(map(float, PREEMPTIONS.findall(self.get("/metrics") or "")))
+
+    def facts(self) -> dict[str, Any]:
+        return {"base_url": self.url}
+
+
+class Server(Running):
+    """`vllm serve` in a process group of its own; a context that starts it, without waiting, and ends it."""
+
+    def __init__(self, args: argparse.Namespace, name: str, port: int):
+        super().__init__(f"http://127.0.0.1:{port}")
         self.log = args.work / f"{name}.log"
         # The graphs' mode not as JSON, which another -cc.OPTION would replace instead of adding to it.
         self.command = [
-            *VLLM, "serve", args.model, "--port", str(args.port), *RUNS[name],
+            *VLLM, "serve", args.model, "--port", str(port), *RUNS[name],
             "--tensor-parallel-size", str(args.tensor_parallel_size), "--block-size", "256",
             "--max-model-len", str(args.max_model_len), "--max-num-seqs", str(args.max_num_seqs),
             "--no-enable-prefix-caching", "-cc.cudagraph_mode=FULL_AND_PIECEWISE",
             *(SEEDED if args.dummy else []), *args.serve_options,
         ]  # fmt: skip
+        if args.kv_gib:
+            size = ["--kv-cache-memory-bytes", str(args.kv_gib << 30)]
+            self.command += [*size, "--gpu-memory-utilization", str(MEMORY_FREE)]
         paths = (BENCHMARKS, os.environ.get("PYTHONPATH"))
         self.env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        self.env |= ENVIRONMENT.get(name, {})
         if args.profile:
             self.command += ["--profiler-config", json.dumps({
                 "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
@@ -143,22 +195,12 @@ class Server:
     def __enter__(self) -> Server:
         if self.healthy():
             stop(f"something serves at {self.url} already; end it, or give another --port.")
-        began = time.monotonic()
+        self.began = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=self.env, start_new_session=True
             )
         print("+", " ".join(self.command), f"> {self.log}", flush=True)
-        try:
-            while not self.healthy():
-                self.check()
-                print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
-                time.sleep(2)
-        except BaseException:  # an interrupted start too: no server may keep the GPUs
-            self.__exit__()
-            raise
-        self.seconds = time.monotonic() - began
-        print(f"\rserves after {self.seconds:.0f} s")
         return self
 
     def check(self, patience: float = 0.0) -> None:
@@ -169,16 +211,10 @@ class Server:
             return
         stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
 
-    def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def capacity(self) -> int:
+    def facts(self) -> dict[str, Any]:
         found = CAPACITY.findall(self.log.read_text(errors="replace"))
-        return int(found[-1].replace(",", "")) if found else 0
+        tokens = int(found[-1].replace(",", "")) if found else 0
+        return {"kv_cache_tokens": tokens, "start_seconds": round(self.seconds), "command": self.command}
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &
@@ -187,6 +223,21 @@ class Server:
                 self.process.wait(timeout=60)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+
+
+def wait_for(servers: Iterable[Server]) -> None:
+    """Until all serve."""
+    began, starting = time.monotonic(), list(servers)
+    while starting:
+        for server in [*starting]:
+            server.check()
+            if server.healthy():
+                server.seconds = time.monotonic() - server.began
+                starting.remove(server)
+        if starting:
+            print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
+            time.sleep(2)
+    print(f"\rserves after {time.monotonic() - began:.0f} s")
 
 
 def compiled() -> set[str]:
@@ -199,7 +250,7 @@ def compiled() -> set[str]:
     return {"/".join(file.parts[-2:]) for file in files if file.suffix in (".cubin", ".so")}
 
 
-def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
+def warm_up(args: argparse.Namespace, server: Running, count: int) -> None:
     """As the measurement, but only as many tokens out as keep all decoding until the last prompt is read, if at
     least 4096 tokens of the prompts are taken a step."""
     output = min(args.output_len, 16 + count * args.input_len // 4096)
@@ -223,21 +274,38 @@ def warm_up(args: argparse.Namespace, server: Server, count: int) -> None:
         pool.shutdown(wait=False, cancel_futures=True)  # if interrupted, the server ends before its answers
 
 
-def bench(args: argparse.Namespace, server: Server, count: int, output: int, *options: str) -> dict[str, Any]:
+# Clients are forked from a process that has imported vLLM once: for each of them that takes ten seconds.
+CLIENTS = multiprocessing.get_context("forkserver")
+CLIENTS.set_forkserver_preload(["vllm.benchmarks.serve"])
+
+
+def vllm_bench_serve(options: list[str]) -> None:
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    main(parser.parse_args(options))
+
+
+def bench(args: argparse.Namespace, server: Running, count: int, output: int, *options: str) -> dict[str, Any]:
     """What `vllm bench serve` measures with `count` prompts at once, each of which has to be answered."""
     draft = args.work / "bench.json"
     draft.unlink(missing_ok=True)
     command = [
-        *VLLM, "bench", "serve", "--base-url", server.url, "--model", args.model, "--dataset-name", "random",
+        "--base-url", server.url, "--model", args.model, "--dataset-name", "random",
         "--random-input-len", str(args.input_len), "--random-output-len", str(output), "--ignore-eos",
         "--num-prompts", str(count), "--max-concurrency", str(count), "--seed", "0", "--temperature", "1",
         "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99",
         "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name, *options,
     ]  # fmt: skip
-    status = subprocess.run(command).returncode
+    client = CLIENTS.Process(target=vllm_bench_serve, args=(command,), daemon=True)  # ends with this process
+    client.start()
+    client.join()
     server.check()
-    if status or not draft.exists():
-        stop(f"vllm bench serve ended with {status} and its output says why; the server's log is {server.log}.")
+    if client.exitcode or not draft.exists():
+        ended = f"vllm bench serve ended with {client.exitcode}"
+        stop(f"{ended} and its output says why; the server's log is {server.log}.")
     found = json.loads(draft.read_text())
     if found["completed"] != count:
         stop(f"the server answered {found['completed']} prompts of {count}; {server.log} says why.")
@@ -275,33 +343,50 @@ def place(args: argparse.Namespace, name: str, count: int, repeat: int) -> Path:
     return args.work / f"{name}-{count}-{repeat}.json"
 
 
-def measure(args: argparse.Namespace, name: str) -> None:
-    """Whatever of run `name` is not in --work yet."""
+@contextlib.contextmanager
+def serving(args: argparse.Namespace, names: list[str]) -> Iterator[dict[str, Running]]:
+    if args.base_url:
+        yield {RUNNING: Running(args.base_url)}
+        return
+    with contextlib.ExitStack() as ends:
+        servers = {name: ends.enter_context(Server(args, name, args.port + n)) for n, name in enumerate(names)}
+        wait_for(servers.values())
+        yield servers
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> None:
+    """Whatever of the runs `names` is not in --work yet, by servers that start together, in turns."""
     missing = {
-        count: [n for n in range(1, args.repeat + 1) if not place(args, name, count, n).exists()]
+        count: [
+            (n, name)
+            for n in range(1, args.repeat + 1)
+            for name in (names if n % 2 else names[::-1])  # each after the other as often as before it
+            if not place(args, name, count, n).exists()
+        ]
         for count in args.concurrency
     }
-    profiles = args.profile and not any((args.work / f"{name}-profile").glob(TRACE))
-    if not any(missing.values()) and not profiles:
+    profiles = [name for name in names if args.profile and not any((args.work / f"{name}-profile").glob(TRACE))]
+    wanted = {*profiles, *(name for turns in missing.values() for _, name in turns)}
+    if not wanted:
         return
-    with Server(args, name) as server:
-        facts = {"kv_cache_tokens": server.capacity(), "start_seconds": round(server.seconds),
-                 "command": server.command}  # fmt: skip
-        write(args.work / f"{name}.json", facts)
-        for count, repeats in missing.items():
-            if repeats:
-                warm_up(args, server, count)
-            for repeat in repeats:
-                print(f"{name}: {count} at once, {repeat} of {args.repeat}", flush=True)
-                before = compiled()
+    with serving(args, [name for name in names if name in wanted]) as servers:
+        for name, server in servers.items():
+            write(args.work / f"{name}.json", server.facts())
+        for count, turns in missing.items():
+            for name in dict.fromkeys(name for _, name in turns):
+                warm_up(args, servers[name], count)
+            for n, name in turns:
+                print(f"{name}: {count} at once, {n} of {args.repeat}", flush=True)
+                before, preempted = compiled(), servers[name].preemptions()
                 with Watch() as watch:
-                    found = bench(args, server, count, args.output_len)
+                    found = bench(args, servers[name], count, args.output_len)
                     found["gpu_meanwhile"] = watch.summary()
                 found["compiled"] = sorted(compiled() - before)
-                write(place(args, name, count, repeat), found)
-        if profiles:
+                found["preemptions"] = round(servers[name].preemptions() - preempted)
+                write(place(args, name, count, n), found)
+        for name in profiles:
             output = profile_delay(args) + 4 * PROFILED_STEPS
-            bench(args, server, args.concurrency[0], output, "--profile")
+            bench(args, servers[name], args.concurrency[0], output, "--profile")
 
 
 def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +394,9 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": where,
-        "weights": "dummy, seeded index scores" if args.dummy else "real",
+        "weights": "dummy, seeded index scores" if args.dummy else "the server's" if args.base_url else "real",
+        "together": args.together,
+        "kv_gib": args.kv_gib,
         "share_of": args.share_of,
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": args.input_len,
@@ -323,6 +410,7 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
             figures = [*(key for key, _, _ in COLUMNS), "total_input_tokens", "total_output_tokens"]
             row = {key: statistics.median(found[key] for found in every) for key in figures}
             row["compiled"] = sorted({name for found in every for name in found["compiled"]})
+            row["preemptions"] = sum(found["preemptions"] for found in every)
             kept = [*figures, "gpu_meanwhile"]
             row["repeats"] = [{key: found[key] for key in kept} for found in every]
             run["concurrency"][str(count)] = row
@@ -350,10 +438,14 @@ def table(result: dict[str, Any]) -> str:
             row = run["concurrency"][count]
             values = [f"{row[key] * factor:,.2f}{spread(row, key, factor)}" for key, _, factor in COLUMNS]
             mark = "*" if row["compiled"] else ""
-            lines.append("| " + " | ".join([count, name + mark, *values, f"{run['kv_cache_tokens']:,}"]) + " |")
+            capacity = f"{run['kv_cache_tokens']:,}" if "kv_cache_tokens" in run else ""
+            lines.append("| " + " | ".join([count, name + mark, *values, capacity]) + " |")
     if compiled_meanwhile(result):
         lines.append(COMPILED)
     for name, run in result["runs"].items():
+        for count, row in run["concurrency"].items():
+            if number := row["preemptions"]:
+                lines.append(f"{name}, {count} at once: {number} requests were preempted; the cache is too small")
         if step := run.get("decode_step"):
             of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
             lines.append(f"{name}: {step['share']:.1%} of {of} is attention")
@@ -368,8 +460,11 @@ def main() -> None:
     parser.add_argument(
         "--share-of", type=int, choices=SHARES, default=1, help="GPUs whose share is served, with --dummy"
     )
+    parser.add_argument("--base-url", metavar="URL", help="measure the server that runs there, by --model's name")
     parser.add_argument("--tensor-parallel-size", type=int, default=4)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="servers at a time, with --kv-gib")
+    parser.add_argument("--kv-gib", type=int, metavar="G", help="GiB of each server's cache (default: all left)")
     parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
     parser.add_argument("--input-len", type=int, default=8192)
     parser.add_argument("--output-len", type=int, default=8192)
@@ -385,8 +480,21 @@ def main() -> None:
             stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
         if args.share_of * args.tensor_parallel_size > 8:
             stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
+    if args.base_url:
+        given = [name for name in ("dummy", "profile", "kv_gib", "serve_options") if getattr(args, name)]
+        if given or args.together > 1:
+            stop("--base-url is of a server that runs already; --dummy, --profile, --together, --kv-gib and "
+                 "options for vllm serve are for those that are started.")  # fmt: skip
+        if not Running(args.base_url).healthy():
+            stop(f"nothing at {args.base_url} answers /health; give the URL of a vLLM server, without /v1.")
+        args.runs = RUNNING
+    if args.together < 1 or (args.together > 1 and not args.kv_gib):
+        stop(f"--together is {args.together}; give 1 or more, and --kv-gib with more than one: "
+             "vLLM cannot measure its memory beside others.")  # fmt: skip
+    if args.kv_gib is not None and args.kv_gib < 1:
+        stop(f"--kv-gib is {args.kv_gib}; give 1 or more.")
     args.runs = args.runs.split(",")
-    if unknown := set(args.runs) - RUNS.keys():
+    if unknown := set(args.runs) - {*RUNS, *([RUNNING] if args.base_url else [])}:
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
         stop(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
@@ -402,13 +510,11 @@ def main() -> None:
     if args.dummy:
         write_dummy(args.dummy, args.share_of)
         args.model = str(args.dummy)
-    from e2e import machine
-
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(args.concurrency)
     args.max_model_len = args.input_len + max(args.output_len, profile_delay(args) + 4 * PROFILED_STEPS) + 8
-    keys = ("model", "share_of", "tensor_parallel_size", "input_len", "output_len", "serve_options",
-            "max_num_seqs", "max_model_len")  # fmt: skip
+    keys = ("model", "base_url", "share_of", "tensor_parallel_size", "together", "kv_gib", "input_len",
+            "output_len", "serve_options", "max_num_seqs", "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": args.dummy and SEEDED, "machine": machine()}
     asked = args.work / "question.json"
     measured = any(args.work.glob("*-[0-9]*.json"))
@@ -416,8 +522,8 @@ def main() -> None:
         stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
     write(asked, question)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
-    for name in args.runs:
-        measure(args, name)
+    for first in range(0, len(args.runs), args.together):
+        measure(args, args.runs[first : first + args.together])
     result = collect(args, question["machine"])
     write(args.out, result)
     print(table(result))

@@ -21,9 +21,13 @@ MODELS = {"H200": "hopper"}
 DETAILS = "docs/releases.md"
 
 
-def evidence(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
-    """(release, column) -> link from docs/, checks passed, checks run, of each result that names its overlay."""
-    found: dict[tuple[str, str], list[tuple[str, int, int]]] = {}
+def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]]]:
+    """(release, series, GPU) -> link from docs/, checks passed, checks run, of each result that names its overlay.
+
+    A result is about the series it names, or the only one that was applied; before there were several, that was
+    full-width.
+    """
+    found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     results = root / "benchmarks" / "results"
     for path, what in ((path, what) for name, what in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
@@ -32,41 +36,70 @@ def evidence(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         else:
             passed = [step["ok"] for steps in result["steps"].values() for step in steps.values()]
         machine = result["machine"]
+        overlay = machine.get("overlay")
         ran = [p for p in passed if p is not None]
         words = f"{sum(ran)} of {len(ran)} {what}"
         if len(ran) < len(passed):
             words += f", {len(passed) - len(ran)} not run"
-        for model, column in MODELS.items():
-            if machine.get("overlay") and any(model in gpu for gpu in machine["gpus"]):
+        for model, gpu in MODELS.items():
+            if overlay and any(model in name for name in machine["gpus"]):
+                applied = overlay["series"] if isinstance(overlay.get("series"), dict) else {"full-width": ""}
+                if not (series := result.get("series")) and len(applied) > 1:
+                    what = f"{path} has {' and '.join(applied)} applied and no field `series` for the one it ran."
+                    raise Refusal("bad-result", what)
                 link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
-                found.setdefault((machine["overlay"]["release"], column), []).append((link, sum(ran), len(ran)))
+                key = overlay["release"], series or next(iter(applied)), gpu
+                found.setdefault(key, []).append((link, sum(ran), len(ran)))
     return found
 
 
 def tables(root: Path) -> dict[str, str]:
     """Page -> its table, one row a release: README.md in short, and what ran in full."""
     evident = evidence(root)
+    every = [load_series(folder) for folder in release_folders(root)]
+    served = {series.folder: tomlkit.parse((series.folder / "release.toml").read_text("utf-8")).unwrap()["gpus"]
+              for series in every}  # fmt: skip
+    releases = sorted({release for series in every for release in series.sdists}, key=Version)
+    columns = [(name, gpu) for name in sorted({series.name for series in every}) for gpu in GPUS
+               if any(gpu in served[series.folder] for series in every if series.name == name)]  # fmt: skip
+    on_request = {series.name for series in every if series.on_request}
+    usual = [(name, gpu) for name, gpu in columns if name not in on_request]
     short, full = {}, {}
-    for folder in release_folders(root):
-        series = load_series(folder)
-        toml = tomlkit.parse((folder / "release.toml").read_text("utf-8")).unwrap()
-        lines = sum(patch.added for patch in series.patches)
-        for release in series.sdists:
-            own = release == series.release
-            short[release] = [release]
-            full[release] = [release, f"{len(series.patches)}, {lines} lines" if own else f"of {series.release}"]
-            for gpu in GPUS:
-                links, passed, ran = zip(*evident.get((release, gpu), [("not run", 0, 0)]), strict=True)
-                short[release].append(f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run")
-                full[release].append("; ".join([toml["gpus"][gpu], *links]))
+    for release in releases:
+        mine = {series.name: series for series in every if release in series.sdists}
+        patches = []
+        for name, series in mine.items():
+            lines = sum(patch.added for patch in series.patches)
+            own = f"{len(series.patches)}, {lines} lines" if release == series.release else f"of {series.release}"
+            patches.append(f"{name}{', on request' * series.on_request}: {own}")
+        short[release], full[release] = [], ["; ".join(patches)]
+        for name, gpu in columns:
+            words = served[mine[name].folder].get(gpu) if name in mine else None
+            links, passed, ran = zip(*evident.get((release, name, gpu), [("not run", 0, 0)]), strict=True)
+            result = f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run"
+            if (name, gpu) in usual:
+                short[release].append(result if words else "–")
+            full[release].append("; ".join([words, *links]) if words else "–")
+    head = {column: f"{column[0]}, {GPUS[column[1]]}" for column in columns}
     return {
-        "README.md": markdown(["vLLM", *GPUS.values()], short),
-        DETAILS: markdown(["vLLM", "patches", *GPUS.values()], full),
+        "README.md": markdown(["vLLM", *(head[column] for column in usual)], together(short)),
+        DETAILS: markdown(["vLLM", "patches", *head.values()], full),
     }
 
 
+def together(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+    """`rows` with those of releases that follow each other and say the same as one."""
+    groups: list[list[str]] = []
+    for release, row in rows.items():
+        if groups and rows[groups[-1][0]] == row:
+            groups[-1].append(release)
+        else:
+            groups.append([release])
+    return {" to ".join(dict.fromkeys((group[0], group[-1]))): rows[group[0]] for group in groups}
+
+
 def markdown(head: list[str], rows: dict[str, list[str]]) -> str:
-    body = "".join(f"| {' | '.join(rows[release])} |\n" for release in sorted(rows, key=Version))
+    body = "".join(f"| {' | '.join([release, *row])} |\n" for release, row in rows.items())
     return f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n{body}"
 
 
@@ -74,7 +107,7 @@ def main(argv: list[str], root: Path) -> int:
     """support-matrix.sh: returns 0, 1 if the table cannot be made or is stale (--check), 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="support-matrix.sh",
-        description="Write the tables of releases in README.md and docs/releases.md from patches/*/release.toml "
+        description="Write the tables of releases in README.md and docs/releases.md from patches/*/*/release.toml "
         "and benchmarks/results.",
     )
     parser.add_argument("--check", action="store_true", help="only see whether it is up to date")

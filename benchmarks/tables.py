@@ -18,22 +18,30 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from charts import ROWS, kernel_results
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
-ATTENTION = "sparse_mla_h200"
-CASES = {
-    "full": "decode of {}",
-    "mixed": "decode of {}, mixed lengths",
-    "one_long": "decode of {}, one of them long",
-    "prompt": "prefill of {}",
-    "prompt_end": "prefill of {}, end of a long prompt",
-    "scattered": "prefill of {}, scattered rows",
+# Phases of sparse_mla.py, those of decode and those of prefill.
+PHASES = {
+    "decode": {
+        "decode": "decode of {}",
+        "mixed": "decode of {}, mixed lengths",
+        "one_long": "decode of {}, one of them long",
+    },
+    "prefill": {
+        "prompt": "prefill of {}",
+        "prefill": "prefill of {}, end of a long prompt",
+        "scattered": "prefill of {}, scattered rows",
+    },
 }
+FEW = (8, 16)  # heads
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
+DROP_IN = {"dropin": "FlashMLA's cache, our kernels"}
 
 
 @cache
@@ -57,12 +65,11 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(store: str, phase: str) -> dict[tuple[str, int, int], float]:
-    """(case, tokens, heads) -> time of FlashMLA over that of the native kernels."""
-    unnamed = {"decode": "full", "prefill": "scattered"}[phase]  # in results from before there were cases
-    rows = load(ATTENTION)["results"]
-    return {(row.get("case", unnamed), row["tokens"], row["heads"]): row["speedup"] for row in rows
-            if (row["provider"], row["cache"], row["phase"]) == ("sm90", store, phase)}  # fmt: skip
+def speedups(store: str, kind: str) -> dict[tuple[str, int, int], float]:
+    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours."""
+    rows = kernel_results(ROOT / "benchmarks/results")["results"]
+    return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
+            if row["rows"] == ROWS.get(store, store) and row["phase"] in PHASES[kind]}  # fmt: skip
 
 
 def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
@@ -80,6 +87,11 @@ def ratios(store: str, what: str) -> list[float]:
     return [runs[store][what] / runs["flashmla"][what] for runs in served().values()]
 
 
+def drop_in() -> list[float]:
+    """Decode over V4's own rows, with the heads that the drop-in serves: FlashMLA's time over ours."""
+    return [ratio for (_, _, heads), ratio in speedups("584", "decode").items() if heads in FEW]
+
+
 def kl(name: str, pair: str) -> float:
     return load(name)["comparisons"][pair]["decode"]["kl_mean"]
 
@@ -87,56 +99,55 @@ def kl(name: str, pair: str) -> float:
 def headline() -> str:
     times = span(speedups("fp8", "decode").values(), ".1f")
     more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
+    weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in SERVING))
+    few = span(drop_in(), ".1f")
     return (
-        f"**With an FP8 cache on H200, attention in decode (writing answers) is {times} times as fast as\n"
-        f"vLLM's own, FlashMLA, and a server on four of them writes {more}% more tokens a second.**\n"
+        f"**On H200, decode attention (which writes answers) is {times} times as fast as with FlashMLA over the\n"
+        f"full-width cache in FP8, and {few} times with the drop-in's kernels for 8 or 16 heads on each GPU. A\n"
+        f"server on four H200 (full-width cache, FP8, {weights} weights) writes {more}% more tokens a second.**\n"
     )
 
 
-def summary() -> str:
-    runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
-    capacity = {store: runs[store]["kv_cache"]["tokens_per_gib"] for store in BACKENDS}
-    stock, requests = capacity["flashmla"], served()
-    rows = [["Tokens in 1 GiB of cache", stock,
-             *(f"{capacity[s]} ({capacity[s] / stock * 100 - 100:+.0f}%)" for s in ("fp8", "bf16"))]]  # fmt: skip
-    for phase in ("decode", "prefill"):
-        rows.append([f"Attention, {phase}", 1, *(span(speedups(s, phase).values()) for s in ("fp8", "bf16"))])
-    for what, title, power in (
-        ("output_throughput", "Served tokens a second", 1), ("mean_ttft_ms", "FlashMLA's TTFT over ours", -1),
-    ):  # fmt: skip
-        better = (span(ratio**power for ratio in ratios(s, what)) for s in ("fp8", "bf16"))
-        rows.append([f"{title}, {span(requests, 'd')} requests", 1, *better])
-    rows.append(["Mean KL (less is better)", *(tiny(kl("accuracy_e2e_h200", f"truth|{s}")) for s in BACKENDS)])
-    return markdown(["", *BACKENDS.values()], rows)
-
-
-def attention(calls: Iterable[tuple[str, int]] = ()) -> str:
-    """All calls, or those of some cases and numbers of tokens."""
+def attention(
+    calls: Iterable[tuple[str, int]] = (), stores: Iterable[tuple[str, str]] = (("fp8", "FP8"), ("bf16", "BF16"))
+) -> str:
+    """All calls, or those of some phases and numbers of tokens."""
     rows: dict[str, dict[int, float]] = {}
-    for store, title in (("fp8", "FP8"), ("bf16", "BF16")):
-        for (case, tokens, heads), ratio in (speedups(store, "decode") | speedups(store, "prefill")).items():
-            if not calls or (case, tokens) in calls:
-                rows.setdefault(f"{title}, {CASES[case].format(tokens)}", {})[heads] = ratio
-    heads = sorted(rows[next(iter(rows))])
-    cells = ([call, *(f"{by[h]:.2f}" for h in heads)] for call, by in rows.items())
+    for store, title in stores:
+        for kind, titles in PHASES.items():
+            for (phase, tokens, heads), ratio in speedups(store, kind).items():
+                if not calls or (phase, tokens) in calls:
+                    rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
+    heads = sorted({number for by in rows.values() for number in by})
+    cells = ([call, *(f"{by[h]:.2f}" if h in by else "" for h in heads)] for call, by in rows.items())
     return markdown(["heads on each GPU", *heads], cells)
 
 
 def by_heads() -> str:
     prompt = ("prompt", 4096, 8) in speedups("fp8", "prefill")
-    return attention([("full", 16), ("prompt" if prompt else "scattered", 4096)])
+    return attention([("decode", 16), ("prompt" if prompt else "scattered", 4096)])
 
 
 def stock_rows() -> str:
-    found = load("stock_rows_h200")["results"]
-    calls = {(row["rows"], row["phase"], row["tokens"]): None for row in found}
-    heads = sorted({row["heads"] for row in found})
-    rows = []
-    for store, phase, tokens in calls:
-        at = {row["heads"]: f"{row['speedup']:.2f}" for row in found
-              if (row["rows"], row["phase"], row["tokens"]) == (store, phase, tokens)}  # fmt: skip
-        rows.append([f"{store}, {phase} of {tokens}", *(at.get(number, "") for number in heads)])
-    return markdown(["heads on each GPU", *heads], rows)
+    return attention(stores=((rows, rows) for rows in ("584", "656", "576")))
+
+
+def choosing() -> str:
+    """What the drop-in and the full-width cache give where each GPU has few heads."""
+    rows: dict[str, list[str]] = {}
+    for phase in ("decode", "prefill"):
+        own = (span(ratio for (_, _, heads), ratio in speedups(store, phase).items() if heads in FEW)
+               for store in ("fp8", "bf16"))  # fmt: skip
+        rows[f"Attention, {phase}"] = ["1", span(drop_in()) if phase == "decode" else "not measured", *own]
+    own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
+    rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
+    runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
+    tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
+    rows["Tokens in 1 GiB of cache"] = [tokens[0], *tokens]
+    kls = [tiny(kl("accuracy_e2e_h200", f"truth|{store}")) for store in BACKENDS]
+    rows["Mean KL, mini checkpoint (less is better)"] = [kls[0], "not measured", *kls[1:]]
+    head = ["", "stock vLLM", "drop-in", "full-width, FP8", "full-width, BF16"]
+    return markdown(head, ([title, *cells] for title, cells in rows.items()))
 
 
 def accuracy() -> str:
@@ -186,7 +197,7 @@ def models() -> str:
 
 
 def serving(names: Iterable[str] = SERVING) -> str:
-    rows = [[count, BACKENDS[store], f"{run['output_throughput']:.0f}",
+    rows = [[count, (BACKENDS | DROP_IN)[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
@@ -202,7 +213,8 @@ def serving_share() -> str:
 
 def decode_step() -> str:
     runs = load(SERVING[0])["runs"]
-    parts = [f"{run['decode_step']['share']:.1%} ({BACKENDS[name.lower()]})" for name, run in runs.items()]
+    names = BACKENDS | DROP_IN
+    parts = [f"{run['decode_step']['share']:.1%} ({names[name.lower()]})" for name, run in runs.items()]
     return f"In a decode step of 16 requests attention takes this part of the GPU's time: {', '.join(parts)}.\n"
 
 
@@ -221,7 +233,7 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, summary, by_heads, attention, stock_rows, accuracy, row_sizes, one_call, models, serving,
+    headline, by_heads, choosing, attention, stock_rows, accuracy, row_sizes, one_call, models, serving,
     serving_share, decode_step, steps,
 )}  # fmt: skip
 

@@ -8,7 +8,8 @@ Each run is a process of its own and is merged into OUT as it ends, its measurem
 `--runs flashmla` and later `--runs fp8,bf16` of the same software, with the same VLLM_* variables, fill the same
 file. Runs:
 
-    flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla
+    flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla, stock kernels
+    drop_in     the same by ours, where they serve
     fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
 
 Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
@@ -44,12 +45,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import child_environment, import_flashinfer, kept, log, machine, run_child, tail
+from e2e import DROP_IN, STOCK_KERNELS, child_environment, import_flashinfer, kept, log, machine, run_child, tail
 from gpu_watch import Watch
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
+STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
+ENVIRONMENT = {"flashmla": STOCK_KERNELS, "drop_in": DROP_IN}
 RUNS = {
-    "flashmla": {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"},
+    "flashmla": STOCK,
+    "drop_in": STOCK,
     "fp8": {"attention_backend": BACKEND, "kv_cache_dtype": "fp8_per_tensor"},
     "bf16": {"attention_backend": BACKEND, "kv_cache_dtype": "bfloat16"},
 }
@@ -343,8 +347,9 @@ def main(argv: list[str] | None = None) -> int:
         job_file.write_text(json.dumps(job))
         log(f"{name}: starting; log in {log_file}")
         command = [sys.executable, str(Path(__file__).resolve()), "--child", str(job_file)]
+        env = child_environment(**ENVIRONMENT.get(kind(name), {}))
         with Watch() as watch:
-            status, seconds = run_child(command, log_file, child_environment(), args.timeout)
+            status, seconds = run_child(command, log_file, env, args.timeout)
             runs[name] = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         runs[name]["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         runs[name]["command"] = shlex.join(sys.argv)

@@ -43,13 +43,14 @@ def microseconds(call: Callable[[int], object], calls: int) -> float:
     return statistics.median(replay() for _ in range(REPLAYS))
 
 
-def in_turns(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
-    """The medians of what two of captured() take in turns: a clock that heat has lowered is so for both."""
-    times: tuple[list[float], list[float]] = ([], [])
+def in_turns(*replays: Callable[[], float]) -> list[float]:
+    """The medians of what several of captured() take in turns: a clock that heat has lowered is so for all."""
+    times: list[list[float]] = [[] for _ in replays]
     for turn in range(REPLAYS):
-        for n in (0, 1) if turn % 2 == 0 else (1, 0):  # each after the other as often as after itself
-            times[n].append((one, other)[n]())
-    return statistics.median(times[0]), statistics.median(times[1])
+        for place in range(len(replays)):  # each comes first as often as any other
+            n = (turn + place) % len(replays)
+            times[n].append(replays[n]())
+    return [statistics.median(of_one) for of_one in times]
 
 
 def copies() -> Callable[[int], float]:

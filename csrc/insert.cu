@@ -266,7 +266,6 @@ __device__ void insert_kv(const Params& p, uint32_t token, int lane) {
   const int position = load_word(position_at(p, token));
   const uint16_t* source = static_cast<const uint16_t*>(p.kv) + token * p.kv_stride + 8 * lane;
   const uint4 low = load8<kAligned>(source), high = load8<kAligned>(source + kHalf);
-  const float scale = kFp8 ? __uint_as_float(load_word(p.fp8_scale)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
   __syncwarp();  // all loads are on their way
   if ((p.slots_are_int64 && slot.high != 0) || static_cast<uint32_t>(slot.row) >= p.num_rows) return;
@@ -277,8 +276,8 @@ __device__ void insert_kv(const Params& p, uint32_t token, int lane) {
   widen(high, row.high);
   rotate(row.high, rotation, lane);
   if constexpr (kFp8) {
-    divide(row.low, scale);
-    divide(row.high, scale);
+    divide(row.low, p.fp8_scale);
+    divide(row.high, p.fp8_scale);
   }
   const int64_t offset = block * p.k_cache_block_stride + int64_t{row_in_block} * kHeadDim + 8 * lane;
   store_row<kFp8, kAligned>(p.k_cache, offset, row);
@@ -297,7 +296,6 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
     low[i] = load8<kAligned>(source + i * p.q_head_stride);
     high[i] = load8<kAligned>(source + i * p.q_head_stride + kHalf);
   }
-  const float scale_inv = kFp8 ? __uint_as_float(load_word(p.q_fp8_scale_inv)) : 1.0f;
   const Rotation rotation = load_rotation<kAligned>(p, position, lane);
   __syncwarp();  // all loads are on their way
 #pragma unroll
@@ -310,8 +308,8 @@ __device__ void insert_q(const Params& p, uint32_t work, int lane) {
     multiply(row.high, factor);
     rotate(row.high, rotation, lane);
     if constexpr (kFp8) {
-      multiply(row.low, scale_inv);
-      multiply(row.high, scale_inv);
+      multiply(row.low, p.q_fp8_scale_inv);
+      multiply(row.high, p.q_fp8_scale_inv);
     }
     const int64_t offset = token * p.q_out_token_stride + (head + i) * p.q_out_head_stride + 8 * lane;
     store_row<kFp8, kAligned>(p.q_out, offset, row);
@@ -389,8 +387,8 @@ cudaError_t launch(Params& p, cudaStream_t stream) {
 
 cudaError_t launch_insert(const Insert& call, cudaStream_t stream) {
   Params p{call, 0, {}, {}};
-  if (!p.fp8_scale) return launch<false, false>(p, stream);
-  return p.q_fp8_scale_inv ? launch<true, true>(p, stream) : launch<false, true>(p, stream);
+  if (!p.cache_is_fp8) return launch<false, false>(p, stream);
+  return p.q_is_fp8 ? launch<true, true>(p, stream) : launch<false, true>(p, stream);
 }
 
 }  // namespace mla

@@ -11,11 +11,11 @@ namespace mla {
 struct Insert {
   const void* q;
   int64_t q_token_stride, q_head_stride;
-  void* q_out;  // q itself, or E4M3 if q_fp8_scale_inv is given
+  void* q_out;  // q itself, or E4M3 if q_is_fp8
   int64_t q_out_token_stride, q_out_head_stride;
   const void* kv;
   int64_t kv_stride;
-  void* k_cache;  // E4M3 if fp8_scale is given
+  void* k_cache;  // E4M3 if cache_is_fp8
   int64_t k_cache_block_stride;
   const void* slot_mapping;
   const void* position_ids;
@@ -23,8 +23,8 @@ struct Insert {
   const void* cos_sin_cache;
   int64_t cos_sin_stride;
   bool cos_sin_is_bf16;
-  const float* fp8_scale;
-  const float* q_fp8_scale_inv;
+  bool cache_is_fp8, q_is_fp8;       // q only with the cache
+  float fp8_scale, q_fp8_scale_inv;  // read where these say so
   float eps;
   uint32_t cache_block_size, num_tokens, num_heads, num_slots;
   uint32_t num_positions;  // rows of cos_sin_cache

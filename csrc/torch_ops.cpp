@@ -117,7 +117,8 @@ void on_current_stream(const Tensor& q, const Launch& launch) {
 
 void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor& k_cache,
             const Tensor& slot_mapping, const Tensor& position_ids, const Tensor& cos_sin_cache, double eps,
-            int64_t cache_block_size, const Tensor* fp8_scale = nullptr, const Tensor* q_fp8_scale_inv = nullptr) {
+            int64_t cache_block_size, std::optional<double> fp8_scale = {},
+            std::optional<double> q_fp8_scale_inv = {}) {
   require(q.dim() == 3 && q.size(2) == kHeadDim && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
           "q must be [N, H, 512] bf16, got ", shape(q), ".");
   const int64_t num_tokens = q.size(0), num_heads = q.size(1);
@@ -136,7 +137,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
   require(cos_sin_dtype == ScalarType::Float || cos_sin_dtype == ScalarType::BFloat16,
           "cos_sin_cache must be fp32 or bf16.");
-  const int64_t block_stride = cache_block_stride(k_cache, cache_block_size, fp8_scale != nullptr);
+  const int64_t block_stride = cache_block_stride(k_cache, cache_block_size, fp8_scale.has_value());
 
   const auto require_here = [&](const char* name, const Tensor& x) { require_device(name, x, q); };
   require_here("kv", kv);
@@ -144,13 +145,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   require_here("slot_mapping", slot_mapping);
   require_here("position_ids", position_ids);
   require_here("cos_sin_cache", cos_sin_cache);
-  if (fp8_scale) {
-    require_scale("fp8_scale", *fp8_scale);
-    require_here("fp8_scale", *fp8_scale);
-  }
   if (q_fp8_scale_inv) {
-    require_scale("q_fp8_scale_inv", *q_fp8_scale_inv);
-    require_here("q_fp8_scale_inv", *q_fp8_scale_inv);
     require_here("q_fp8", q_out);
     require(q_out.dim() == 3 && std::equal(q.sizes().begin(), q.sizes().end(), q_out.sizes().begin()) &&
                 q_out.scalar_type() == ScalarType::Float8_e4m3fn && q_out.stride(2) == 1,
@@ -177,8 +172,10 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
   call.cos_sin_stride = cos_sin_cache.stride(0);
   call.num_positions = static_cast<uint32_t>(cos_sin_cache.size(0));
   call.cos_sin_is_bf16 = cos_sin_dtype == ScalarType::BFloat16;
-  call.fp8_scale = fp8_scale ? static_cast<const float*>(fp8_scale->data_ptr()) : nullptr;
-  call.q_fp8_scale_inv = q_fp8_scale_inv ? static_cast<const float*>(q_fp8_scale_inv->data_ptr()) : nullptr;
+  call.cache_is_fp8 = fp8_scale.has_value();
+  call.q_is_fp8 = q_fp8_scale_inv.has_value();
+  call.fp8_scale = static_cast<float>(fp8_scale.value_or(1.0));
+  call.q_fp8_scale_inv = static_cast<float>(q_fp8_scale_inv.value_or(1.0));
   call.eps = static_cast<float>(eps);
   call.cache_block_size = static_cast<uint32_t>(cache_block_size);
   call.num_tokens = static_cast<uint32_t>(num_tokens);
@@ -195,15 +192,15 @@ void full_cache_bf16_insert(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_map
 }
 
 void full_cache_fp8_insert(Tensor q, Tensor kv, Tensor q_fp8, Tensor k_cache, Tensor slot_mapping,
-                           Tensor position_ids, Tensor cos_sin_cache, Tensor fp8_scale, Tensor q_fp8_scale_inv,
+                           Tensor position_ids, Tensor cos_sin_cache, double fp8_scale, double q_fp8_scale_inv,
                            double eps, int64_t cache_block_size) {
-  insert(q, q_fp8, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale,
-         &q_fp8_scale_inv);
+  insert(q, q_fp8, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, fp8_scale,
+         q_fp8_scale_inv);
 }
 
 void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
-                                  Tensor cos_sin_cache, Tensor fp8_scale, double eps, int64_t cache_block_size) {
-  insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, &fp8_scale);
+                                  Tensor cos_sin_cache, double fp8_scale, double eps, int64_t cache_block_size) {
+  insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, fp8_scale);
 }
 
 // `[pages, page, 512]`

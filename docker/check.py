@@ -67,8 +67,12 @@ def check_overlay(release):
     record = json.loads((Path(vllm.__file__).parent / "_dsv4_overlay/record.json").read_text())
     if record["release"] != release:
         stop(f"the overlay is applied to vLLM {record['release']}, not {release}.")
-    print(AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4.get_class())
-    return {"version": record["overlay_version"], "commit": record["overlay_commit"]}
+    if "full-width" in record["series"]:
+        print(AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4.get_class())
+    if "drop-in" in record["series"]:
+        import vllm.v1.attention.ops.flashmla  # noqa: F401
+    version, commit = record["overlay_version"], record["overlay_commit"]
+    return {"version": version, "commit": commit, "series": list(record["series"])}
 
 
 def main():

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import tomlkit
 from dsv4_overlay_tools.errors import Refusal
-from dsv4_overlay_tools.series import Series, find_series, load_series, release_folders
+from dsv4_overlay_tools.series import Stack, find_series, load_series, release_folders
 
 NAME = "vllm-dsv4-overlay"
 BASE = "docker.io/vllm/vllm-openai"
@@ -31,13 +31,14 @@ BUILDERS = {
 
 def releases(root: Path) -> list[str]:
     """Every release that a series serves."""
-    return sorted(release for folder in release_folders(root) for release in load_series(folder).sdists)
+    return sorted({release for folder in release_folders(root) for release in load_series(folder).sdists})
 
 
-def pins(series: Series, release: str) -> dict[str, str]:
+def pins(stack: Stack, release: str) -> dict[str, str]:
     """The [image] table for `release`: `digest` of the base and `flashinfer`, empty where it has none."""
-    table: dict[str, Any] = tomlkit.parse((series.folder / "release.toml").read_text("utf-8")).unwrap()
-    image = table.get("image", {})
+    image: dict[str, Any] = {}
+    for series in stack.series:
+        image |= tomlkit.parse((series.folder / "release.toml").read_text("utf-8")).unwrap().get("image", {})
     return {
         "digest": image.get("digests", {}).get(release, ""),
         "flashinfer": image.get("flashinfer", ""),

@@ -23,7 +23,7 @@ def stop(code, message):
         import json
 
         error = {"code": code, "message": message, "path": None, "line": None}
-        report = {"release": None, "target": None, "kind": None, "commit": None, "overlay": None,
+        report = {"release": None, "target": None, "kind": None, "commit": None, "series": [], "overlay": None,
                   "state": "unknown", "files": [], "notes": []}
         print(json.dumps({**report, "error": error}, indent=1))
     else:

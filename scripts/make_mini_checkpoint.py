@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Write a small, seeded DeepSeek V4 checkpoint with healthy activations.
+"""Write a small, seeded checkpoint with healthy activations: DeepSeek V4, V3.2 or GLM-5.
 
     python scripts/make_mini_checkpoint.py OUT_DIR [--seed 0]
     vllm serve OUT_DIR --block-size 256 --kv-cache-dtype fp8
+    python scripts/make_mini_checkpoint.py OUT_DIR --model v3.2
+    vllm serve OUT_DIR
 
-The result has DeepSeek V4 Flash's attention dimensions (hidden 4096, 64 heads of 512, 8 output
-groups, sliding window 128, index top-k 512), five layers that cover the three attention kinds
-(sliding window, one row in 4, one row in 128), one next-token (MTP) layer, 16 routed experts, a
-vocabulary of 8192 and FP8 weights in 128x128 blocks. Names, shapes and dtypes are those of the
-public FP8-expert checkpoints, so stock vLLM loads it with its default loader. What its weights are
-like, and why: mini_checkpoint/recipe.py.
+Attention has the dimensions of the public model (V4: V4-Flash), heads and index top-k included.
+Few layers cover its kinds (V4: sliding window, one row in 4, one row in 128), with one next-token
+(MTP) layer, 16 routed experts, a vocabulary of 8192 and FP8 weights in 128x128 blocks. Names,
+shapes and dtypes are those of the public FP8 checkpoints, so stock vLLM loads it with its default
+loader. What its weights are like, and why: mini_checkpoint/recipe.py and a file for each model.
 """
 
 from __future__ import annotations
@@ -18,17 +19,47 @@ import argparse
 import sys
 from pathlib import Path
 
+from mini_checkpoint import deepseek_v4, deepseek_v32, glm_5
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
 from mini_checkpoint.quantised import LAYOUTS, Dequantised
+from mini_checkpoint.recipe import BaseRecipe
 from mini_checkpoint.tokenizer import write_tokenizer
 from mini_checkpoint.writer import write_checkpoint
 
-__all__ = ["Recipe", "Shape", "model_config", "write_checkpoint", "write_tokenizer"]
+__all__ = ["Recipe", "Shape", "model_config", "write_checkpoint", "write_tokenizer"]  # of V4
+
+MODELS = {"v4": deepseek_v4, "v3.2": deepseek_v32, "glm-5": glm_5}
+
+
+def recipe_of(args: argparse.Namespace) -> BaseRecipe:
+    """Raises ValueError if the options do not fit the model."""
+    layout = None
+    if args.layout != "fp8":
+        if args.model != "v4":
+            raise ValueError("--layout is of --model v4")
+        layout = LAYOUTS[args.layout]()
+        if args.dequantised:
+            layout = Dequantised(layout)
+    elif args.dequantised:
+        raise ValueError("--dequantised needs a --layout other than fp8")
+    heads = args.heads if args.heads is not None else MODELS[args.model].Shape.heads
+    if heads < 8 or heads % 8:
+        raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
+    sizes = {"heads": heads, "moe_intermediate": args.moe_intermediate_size}
+    if args.model == "v4":
+        sizes |= {"o_groups": heads // 8, "fp8_wo_b": args.fp8_wo_b}
+        sizes |= {"kv_rms": Shape.kv_rms if args.kv_rms is None else args.kv_rms}
+    elif args.kv_rms is not None:
+        raise ValueError("--kv-rms is of --model v4")
+    else:
+        sizes |= {"fp8_o_proj": args.fp8_wo_b}
+    return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed, layout)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--model", choices=list(MODELS), default="v4", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--moe-intermediate-size",
@@ -40,23 +71,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--fp8-wo-b",
         action="store_true",
-        help="quantise wo_b too, as the public checkpoints do (comparisons get noisier, see above)",
+        help="quantise attention's last projection (wo_b, o_proj) too, as the public checkpoints do "
+        "(comparisons get noisier)",
     )
     parser.add_argument(
         "--heads",
         type=int,
-        default=Shape.heads,
-        help="of attention, a multiple of 8: with 32 a rank of TP 4 has 8 heads and one output group, as one of "
-        "V4-Flash has at TP 8 (default: %(default)s)",
+        help="of attention, a multiple of 8: with 32 a rank of TP 4 has 8 heads (in V4 one output group), as one "
+        "of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V4-Flash 64, V3.2 128, GLM-5 64)",
     )
-    parser.add_argument(
-        "--kv-rms", type=float, default=Shape.kv_rms, help="of keys and values (default: %(default)s)"
-    )
+    parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
     parser.add_argument(
         "--layout",
         choices=["fp8", *LAYOUTS],
         default="fp8",
-        help="how linears are quantised and named: mini_checkpoint/quantised.py (default: %(default)s)",
+        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: %(default)s)",
     )
     parser.add_argument(
         "--dequantised",
@@ -65,28 +94,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
-    if args.heads < 8 or args.heads % 8:
-        parser.error(f"--heads must be a multiple of 8, for an output group is 8 heads, and is {args.heads}")
-
-    if args.dequantised and args.layout == "fp8":
-        parser.error("--dequantised needs a --layout other than fp8")
-    layout = LAYOUTS[args.layout]() if args.layout != "fp8" else None
-    if layout and args.dequantised:
-        layout = Dequantised(layout)
 
     def log(line: str) -> None:
         if not args.quiet or not line.startswith("  "):
             print(line, flush=True)
 
     try:
-        shape = Shape(
-            heads=args.heads,
-            o_groups=args.heads // 8,
-            moe_intermediate=args.moe_intermediate_size,
-            fp8_wo_b=args.fp8_wo_b,
-            kv_rms=args.kv_rms,
-        )
-        write_checkpoint(args.out_dir, Recipe(shape, args.seed, layout), log=log)
+        write_checkpoint(args.out_dir, recipe_of(args), log=log)
     except ValueError as error:
         parser.error(str(error))
     return 0

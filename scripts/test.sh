@@ -105,13 +105,19 @@ if [ "${1-}" = --all ]; then
     tests 0.22.1 ": the image" -m image -n 0 tests/deploy
 fi
 if [ $# -gt 0 ]; then
-    FLASHINFER_RELEASES=$folder tests 0.21.0 "" tests/glue tests/test_mini_checkpoint.py
+    FLASHINFER_RELEASES=$folder tests 0.21.0 "" tests/glue tests/plugin/test_release.py tests/test_mini_checkpoint.py
     # The same files or the same lines as the release whose series they take.
     for release in 0.20.2 0.22.0; do
-        tests "$release" "" tests/glue/test_real_config.py
+        tests "$release" "" tests/glue/test_real_config.py tests/glue/test_drop_in_seams.py tests/plugin/test_release.py
+    done
+    # They have the drop-in only, and of ops/flashmla.py what 0.22.1, 0.28.0 or 0.33.0 has.
+    tests 0.28.0 "" tests/glue/test_drop_in*.py tests/plugin/test_release.py
+    for release in 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.29.0 0.30.0 0.31.0 0.32.0; do
+        tests "$release" "" tests/glue/test_drop_in*.py tests/plugin/test_release.py -k "not are_served"
     done
     # There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
-    FLASHINFER_RELEASES='' tests 0.33.0 "" tests/glue tests/test_mini_checkpoint.py --ignore=tests/glue/test_nodes.py
+    FLASHINFER_RELEASES='' tests 0.33.0 "" tests/glue tests/plugin/test_release.py tests/test_mini_checkpoint.py \
+        --ignore=tests/glue/test_nodes.py
 fi
 printf '\n%s%s\n%s\n' "$summary" "On disk: $(du -sh "$cache" | tr '\t' ' '), which may be removed." \
     "$passed passed, $failed failed, $skipped skipped"

@@ -70,11 +70,18 @@ applied() { # `set -e` does not hold in $(applied)
     local tree=${2:-$cache/vllm-$1} apply=$repo/scripts/apply-patches.sh
     exec 8>"$cache/trees.lock" # closed with the subshell
     flock 8
+    # Applied by another version of this repository, or edited.
+    if [ -e "$tree/vllm/__init__.py" ] && ! "$apply" "$tree" >/dev/null 2>&1; then
+        if "$apply" --revert "$tree" >/dev/null; then
+            "$apply" "$tree" | tail -n 1 >&2 || return
+        elif [ -z "${2:-}" ]; then # it is ours, with a record that this version does not read
+            rm -rf "$tree"
+        else
+            return 1
+        fi
+    fi
     if [ ! -e "$tree/vllm/__init__.py" ]; then
         "$apply" --fetch "$1" "$tree" | tail -n 1 >&2 || return
-    elif ! "$apply" "$tree" >/dev/null 2>&1; then # applied by another version of this repository, or edited
-        "$apply" --revert "$tree" >/dev/null || return
-        "$apply" "$tree" | tail -n 1 >&2 || return
     fi
     realpath "$tree"
 }

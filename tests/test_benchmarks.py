@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import e2e  # noqa: E402
 import features_e2e  # noqa: E402
 import gpu_watch  # noqa: E402
+import long_context  # noqa: E402
 import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
+from features import comparison, one_gpu, parent  # noqa: E402
+from features.run import Run  # noqa: E402
 
 
 def log_softmax(x):
@@ -63,7 +66,7 @@ def test_tokens_that_part_are_judged_by_the_margin_there():
     other[3] = order[3, 1]
     run = x.copy()
     run[4:] = np.roll(run[4:], 1, axis=1)  # another context: not compared
-    found = features_e2e.difference([generated(first, x)], [generated(other, run)])
+    found = comparison.difference([generated(first, x)], [generated(other, run)])
     assert found["decode"]["positions"] == 4 and found["decode"]["kl_mean"] == pytest.approx(0, abs=1e-7)
     assert "prompt" not in found
     (parted,) = found["diverged"]
@@ -71,13 +74,19 @@ def test_tokens_that_part_are_judged_by_the_margin_there():
     assert parted["margin"] == pytest.approx(x[3, first[3]] - x[3, other[3]], abs=1e-5)
 
 
+def checkpoint(folder, **config):
+    (folder / "model.safetensors.index.json").touch()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 500} | config))
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
     """The plain run first and once; each set of GPUs has its share of the steps at a time."""
-    (tmp_path / "model.safetensors.index.json").touch()
+    checkpoint(tmp_path, num_nextn_predict_layers=1)
     ran, together = [], threading.Barrier(3)
 
-    def run_step(args, name, gpus, reference):
+    def run_step(args, backend, name, gpus, steps):
+        assert backend == "bf16"
         ran.append((name, gpus))
         if name != "reference":
             together.wait(60)
@@ -99,10 +108,148 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
         features_e2e.main([*options, "tp4"])
 
 
+def distance(kl, logprobs):
+    return {"decode": {"kl_mean": kl, "logprob_diff_max": logprobs}, "diverged": []}
+
+
+def test_stock_is_measured_against_flashmla(tmp_path, monkeypatch):
+    """Every step runs with FlashMLA alone first, once, and what that differed from the plain run is allowed."""
+    checkpoint(tmp_path)
+    ran = []
+
+    def run_child(command, log_file, env, timeout):
+        job = json.loads(Path(command[-1]).read_text())
+        ran.append((job["backend"], job["step"], env["VLLM_DSV4_DROP_IN"]))
+        assert job["reference"] == str(tmp_path / "out/flashmla.reference.npz")
+        noise = distance(1e-4, 0.01) if job["step"] == "reference" else {}
+        first = job["step"] == "reference" and job["backend"] == "flashmla"
+        assert job["noise"] == (None if first else distance(1e-4, 0.01))
+        assert job["own"].get("output") == (distance(5e-3, 0.3) if ran[-1][:2] == ("stock", "graphs") else None)
+        measured = {"noise": noise, "output": distance(5e-3, 0.3), "cudagraph_mode": "NONE"}
+        if first:
+            del measured["output"]
+            Path(job["reference"]).touch()
+        Path(job["out"]).write_text(json.dumps({"checks": {}, "measured": measured}))
+        log_file.write_text("")
+        return 0, 1.0
+
+    monkeypatch.setattr(parent, "run_child", run_child)
+    monkeypatch.setattr(features_e2e, "machine", dict)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", "stock", "--steps"]
+    assert features_e2e.main([*options, "reference,graphs"]) == 0
+    plain, stock = [("flashmla", "reference", "0"), ("stock", "reference", "1")], ("stock", "graphs", "1")
+    assert ran == [*plain, ("flashmla", "graphs", "0"), stock]
+    assert features_e2e.main([*options, "graphs"]) == 0
+    assert ran[4:] == [stock]
+    assert {k: list(v) for k, v in json.loads((tmp_path / "out.json").read_text())["steps"].items()} == {
+        "flashmla": ["reference", "graphs"], "stock": ["reference", "graphs"]
+    }  # fmt: skip
+
+
+def test_what_flashmla_differs_from_itself_bounds_the_drop_in():
+    kl, margin = comparison.allowed([distance(1e-4, 0.01), distance(5e-3, 0.3)], False)
+    assert kl == {"decode": pytest.approx(2e-2), "prompt": 1e-3} and margin == 0.6
+    assert comparison.allowed([distance(1e-4, 0.01), None], False)[0]["decode"] == 1e-3
+    assert comparison.allowed([distance(1e-4, 0.01)], True) == ({"decode": 2e-2, "prompt": 2e-2}, 1.5)
+
+
+@pytest.mark.parametrize(
+    "backend, calls, passed",
+    [
+        ("stock", [{"flash_mla_with_kvcache": 3}, {"flash_mla_sparse_fwd": 1}], True),
+        ("stock", [{"flash_mla_with_kvcache": 3}, {}], False),  # compared with itself on one GPU
+        ("flashmla", [{}, {}], True),
+        ("flashmla", [{}, {"flash_mla_sparse_fwd": 1}], False),
+    ],
+)
+def test_a_step_says_who_served(backend, calls, passed, tmp_path):
+    run = Run({"backend": backend, "vocab": 500, "out": str(tmp_path / "out.json")})
+    run.llm = SimpleNamespace(collective_rpc=lambda method: {"drop_in_calls": calls}[method])
+    run.finish()
+    (check,) = json.loads((tmp_path / "out.json").read_text())["checks"].values()
+    assert check["passed"] is passed
+
+
+def test_calls_that_flashmla_has_are_not_counted():
+    from features import drop_in_calls
+
+    def serve(q):
+        if q is None:
+            raise ValueError("another's")
+        return q
+
+    call = drop_in_calls.counted(serve)
+    before = drop_in_calls.DropInCalls().drop_in_calls().get("serve", 0)
+    assert call(1) == 1
+    with pytest.raises(ValueError, match="another's"):
+        call(None)
+    assert drop_in_calls.DropInCalls().drop_in_calls()["serve"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "backend, config, step, words",
+    [
+        ("bf16", {"dspark_block_size": 5}, "dspark", "dspark: is for --backend flashmla and stock"),
+        ("stock", {"num_nextn_predict_layers": 1}, "dspark", "needs a checkpoint with drafts of dspark"),
+        ("stock", {"num_nextn_predict_layers": 1, "dspark_block_size": 5}, "mtp1", "with drafts of mtp"),
+        ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),
+        ("fp8", {}, "disaggregated", "needs the package nixl"),
+    ],
+)
+def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, config, step, words):
+    """Refused by name, and left out with a reason otherwise."""
+    checkpoint(tmp_path, **config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", backend]
+    with pytest.raises(SystemExit):
+        features_e2e.parse_args([*options, "--steps", f"prefix,{step}"])
+    assert words in capsys.readouterr().err
+    args = features_e2e.parse_args([*options, "--gpus", "2" if step == "disaggregated" else "1"])
+    assert step not in args.steps and {"prefix", "tp2"} & set(args.steps)
+    assert any(words in line for line in args.left_out)
+
+
+def test_a_cache_is_compared_in_its_layout_and_every_block():
+    torch = pytest.importorskip("torch")
+    pool = torch.zeros(5, 4, 32, dtype=torch.uint8)
+    cache = pool[:, :3, :24]
+    cache[2, 1, 3] = 1
+    cache[0] = 7  # vLLM's null block
+    pool[3, 3] = 1  # another's
+    found = one_gpu.describe(cache)
+    assert found["layout"] == [[5, 3, 24], [128, 32, 1], 0, "torch.uint8"] and list(found["blocks"]) == ["2"]
+    assert one_gpu.describe(cache.contiguous())["blocks"] == found["blocks"]
+    cache[2, 1, 3] = 2
+    assert one_gpu.describe(cache)["blocks"] != found["blocks"]
+
+
+def test_silent_attention_runs_and_returns_zeros(monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def flash_mla_with_kvcache(q, out=None):
+        called.append(q)
+        return (q + 1 if out is None else out.fill_(3)), None
+
+    called, names = [], ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+    ops = SimpleNamespace(flashmla=SimpleNamespace(**dict.fromkeys(names, flash_mla_with_kvcache)))
+    caller = SimpleNamespace(**dict.fromkeys(names, flash_mla_with_kvcache))
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops", ops)
+    monkeypatch.setitem(sys.modules, "vllm.caller", caller)
+    one_gpu.silence_attention()
+    out = torch.ones(2)
+    assert caller.flash_mla_with_kvcache(torch.ones(2))[0].tolist() == [0, 0]
+    assert caller.flash_mla_sparse_fwd(torch.ones(2), out=out)[0] is out and out.tolist() == [0, 0]
+    assert len(called) == 2
+
+
 def test_throughput_of_several_starts(tmp_path):
     """Runs in turns; medians, and the least and most that two starts leave open."""
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    assert [throughput.ENVIRONMENT[run]["VLLM_DSV4_DROP_IN"] for run in ("flashmla", "drop_in")] == ["0", "1"]
     args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla"])
     assert args.runs == ["flashmla", "fp8", "flashmla-2", "fp8-2"]
     job = throughput.make_job(args, "fp8-2", None)
@@ -151,5 +298,65 @@ def test_secrets_are_no_part_of_a_result(monkeypatch):
 
 
 def test_names_of_our_kernels():
-    names = features_e2e.our_kernels()
+    names = parent.our_kernels()
     assert {"_insert_kernel", "_compress_kernel", "_build_kernel", "_attend_kernel"} <= names
+
+
+LONG_RUN = """
+import json, pathlib, sys
+job = json.loads(pathlib.Path(sys.argv[2]).read_text())
+print("INFO Available KV cache memory: 101.50 GiB")
+print("INFO GPU KV cache size: 1,234,567 tokens")
+out = pathlib.Path(job["out"])
+overrun = {overruns!r}[job["run"]]
+if overrun == "memory":
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB.")
+if overrun == "other":
+    sys.exit("ValueError: no")
+out.write_text(json.dumps(dict(served=True, seconds=7.0, overrun_gib=overrun)))
+"""
+
+
+@pytest.mark.parametrize(
+    "overruns, status, words",
+    [
+        ({"stock": 2.4, "fp8": 2.45, "fp8_without": 3.4}, 0,
+         ["served in 7.0 s, 2.40 GiB over", "+0.05 beside stock", "+0.95 beside fp8"]),
+        ({"stock": 2.4, "fp8": 2.6}, 1, ["2.40 GiB over", "+0.20 beside stock"]),
+        ({"stock": 2.4, "fp8": 2.4, "fp8_without": 2.5}, 1, ["over", "over", "fp8: fp8 shows nothing"]),
+        ({"stock": 2.4, "fp8": "memory", "fp8_without": 3.4}, 1, ["over", "Tried to allocate 9", "no fp8 to"]),
+        ({"fp8": 2.4}, 1, ["there is no stock to compare it with"]),
+        ({"stock": "other"}, 1, ["not served: 1"]),
+    ],
+)  # fmt: skip
+def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, overruns, status, words):
+    """Only a run that overruns further without the reservation shows that it counts."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(LONG_RUN.format(overruns=overruns))
+    run_child = long_context.run_child
+    monkeypatch.setattr(long_context, "machine", dict)
+    monkeypatch.setattr(
+        long_context, "run_child",
+        lambda command, *rest: run_child([command[0], str(stub), *command[2:]], *rest),
+    )  # fmt: skip
+    out = tmp_path / "long.json"
+    assert long_context.main(["--out", str(out), "--runs", ",".join(overruns)]) == status
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == list(overruns)
+    assert all(word in run["verdict"] for word, run in zip(words, runs.values(), strict=True)), runs
+    assert all((run["available_kv_gib"], run["kv_cache_tokens"]) == (101.5, 1234567) for run in runs.values())
+    assert json.loads(out.read_text())["table_mib"] == 1040
+
+
+def test_arguments_of_a_million_tokens(capsys):
+    job = {"run": "bf16_without", "model": "m", "context": 1 << 20, "tokens": 8192}
+    arguments = long_context.engine_arguments(job)
+    assert arguments["kv_cache_dtype"] == "bfloat16" and arguments["max_model_len"] == 1 << 20
+    assert "kv_cache_memory_bytes" not in arguments
+    assert long_context.model_config()["compress_ratios"].count(128) == 1
+    stock = long_context.engine_arguments(job | {"run": "stock"})
+    assert arguments == stock | {"attention_backend": long_context.BACKEND, "kv_cache_dtype": "bfloat16"}
+    for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"]:
+        with pytest.raises(SystemExit):
+            long_context.parse_args(["--out", "x.json", *wrong])
+        assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]

@@ -49,11 +49,22 @@ def test_committed_serving_results_can_be_drawn():
 
 
 def test_attention_ratios():
-    row = {"phase": "decode", "case": "full", "heads": 8, "tokens": 16, "cache": "fp8", "provider": "sm90",
-           "speedup": 2.0, "rounds": {"speedup": [1.9, 2.0, 2.2]}}  # fmt: skip
-    rows = [row, row | {"case": "prompt", "tokens": 4096, "cache": "bf16"}, row | {"provider": "triton"},
-            row | {"case": "mixed", "tokens": 128}]  # fmt: skip
-    assert charts.attention_bars({"results": rows, "cases": {}}) == {
+    row = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 16, "speedup": 2.0,
+           "rounds": {"speedup": [1.9, 2.0, 2.2]}}  # fmt: skip
+    rows = [row, row | {"phase": "prompt", "tokens": 4096, "rows": "bf16"}, row | {"rows": "584"},
+            row | {"phase": "mixed", "tokens": 128}]  # fmt: skip
+    assert charts.attention_bars({"results": rows}) == {
         "fp8": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
         "bf16": {"prefill, a prompt of 4096": {8: (2.0, 1.9, 2.2)}},
     }
+    # Of one round and without prompts, as the committed ones were up to 0.2.0.
+    del row["rounds"]
+    found = charts.attention_bars({"results": [row | {"phase": "scattered", "tokens": 4096}]})
+    assert found["fp8"] == {"prefill, 4096 tokens, random rows": {8: (2.0, 2.0, 2.0)}}
+
+
+def test_new_results_serve_alone(tmp_path):
+    """What sparse_mla.py writes now has all rows; its older results are asked for no longer."""
+    new = {"phases": {}, "results": [{"rows": "e4m3"}]}
+    (tmp_path / "stock_rows_h200.json").write_text(json.dumps(new))
+    assert charts.kernel_results(tmp_path) == new

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 import tables  # noqa: E402
-from dsv4_overlay_tools.series import load_series, release_folders  # noqa: E402
+from dsv4_overlay_tools.series import find_series, load_series, release_folders  # noqa: E402
 
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -71,9 +71,11 @@ def test_readme_has_the_commands_for_a_fresh_machine(command):
 
 
 def test_what_the_patches_touch_is_as_readme_says():
-    series = [load_series(folder) for folder in release_folders(ROOT)]
-    lines = max(sum(patch.added for patch in one.patches) for one in series)
-    files = max(sum(len(patch.owned) for patch in one.patches) for one in series)
+    """All series of a release together, which is what is applied if nothing else is asked for."""
+    releases = {release for folder in release_folders(ROOT) for release in load_series(folder).sdists}
+    stacks = [find_series(ROOT, release) for release in releases]
+    lines = max(sum(patch.added for _, patch in stack.patches) for stack in stacks)
+    files = max(len(stack.files) for stack in stacks)
     said = re.search(r"fewer than (\d+) added lines in at most (\d+) files of vLLM", README.read_text("utf-8"))
     assert said and lines < int(said[1]) and files <= int(said[2])
 
@@ -85,25 +87,26 @@ def test_figures_are_those_of_the_results():
 
 def test_a_stale_figure_is_found_and_mended():
     text = README.read_text("utf-8")
-    stale = text.replace("| FP8 cache |", "| FP9 cache |", 1)
+    stale = text.replace("| FP8, decode", "| FP9, decode", 1)
     assert stale != text and tables.written(stale) == text
     assert len(tables.BLOCK.findall(text)) == text.count("<!-- figures: ")
     with pytest.raises(KeyError, match="unheard_of"):
         tables.written("<!-- figures: unheard_of -->\n<!-- end of figures -->\n")
 
 
-def test_speed_ups_are_of_the_native_kernels_and_of_valid_runs(monkeypatch):
-    measured = {"provider": "sm90", "cache": "fp8", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
-    rows = [measured, measured | {"provider": "triton", "speedup": 9}, measured | {"cache": "bf16", "speedup": 9}]
+def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
+    measured = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
+    rows = [measured, measured | {"rows": "584", "speedup": 9}, measured | {"phase": "prefill", "speedup": 9}]
+    rows.append(measured | {"phase": "mixed", "tokens": 128, "speedup": 3.0})
+    monkeypatch.setattr(tables, "kernel_results", lambda folder: {"results": rows})
     run = {"output_throughput": 1.0, "compiled": []}
     invalid = {"16": run, "64": run | {"compiled": ["kernel"]}}
     results = {
-        tables.ATTENTION: {"results": rows},
         "a": {"runs": {"FlashMLA": {"concurrency": {"16": run, "64": run}}, "FP8": {"concurrency": invalid}}},
         "b": {"runs": {"FlashMLA": {"concurrency": {"256": run}}, "FP8": {"concurrency": {"256": run}}}},
     }
     monkeypatch.setattr(tables, "load", results.get)
-    assert tables.speedups("fp8", "decode") == {("full", 1, 8): 2.0}
+    assert tables.speedups("fp8", "decode") == {("decode", 1, 8): 2.0, ("mixed", 128, 8): 3.0}
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
@@ -121,7 +124,7 @@ def test_several_starts_of_a_model_count_by_their_median(monkeypatch):
     assert stock == "| a model, FlashMLA | 100 | 100 | 100 | 7 |" and "| 2.00 | 2.00 | 2.00 | 7 |" in fp8
 
 
-def test_the_changelog_begins_with_this_version():
+def test_the_changelog_begins_with_this_version_or_what_comes_after_it():
     version = (ROOT / "VERSION").read_text().strip()
-    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert first and first[1] == version
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert headings[headings[0] == "Unreleased"] == version

@@ -515,4 +515,4 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
     assert [(c["num_attention_heads"], c["o_groups"]) for c in configs] == [(64, 8), (32, 4)]
     with pytest.raises(SystemExit):
         mini.main([str(tmp_path), "--heads", "12"])
-    assert "--heads must be a multiple of 8, for an output group is 8 heads, and is 12" in capsys.readouterr().err
+    assert "--heads must be a multiple of 8, and is 12" in capsys.readouterr().err

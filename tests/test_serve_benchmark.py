@@ -20,7 +20,7 @@ import http.server, json, os, pathlib, socket, sys, threading, time
 arguments = sys.argv[1:]
 value = lambda name: arguments[arguments.index(name) + 1]
 with open(os.environ["CALLS"], "a") as calls:
-    calls.write(json.dumps(arguments) + "\\n")
+    calls.write(json.dumps([*arguments, "drop-in", os.environ.get("VLLM_DSV4_DROP_IN")]) + "\\n")
 def compile(name):
     file = pathlib.Path.home() / ".triton/cache" / str(os.getpid()) / (name + ".cubin")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -29,6 +29,10 @@ if arguments[0] == "serve":
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.answer(200)
+            if self.path == "/metrics" and os.environ.get("PREEMPTS"):
+                benches = open(os.environ["CALLS"]).read().count('["bench"')
+                text = 'vllm:num_preemptions_total%s %d.0' % (chr(123) + 'engine="0"' + chr(125), benches)
+                self.wfile.write(("# HELP\\n" + text + "\\n").encode())
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with open(os.environ["CALLS"], "a") as calls:
@@ -50,16 +54,37 @@ if arguments[0] == "serve":
     timer.daemon = True
     timer.start()
     server.serve_forever()
-if os.environ.get("FAIL") == value("--num-prompts"):
-    sys.exit(1)
-if value("--num-prompts") == "2":
-    compile("late_kernel")
-keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
-result = dict.fromkeys(keys + ["total_input_tokens", "total_output_tokens"], 1000.0)
-if os.environ.get("RISING"):
-    result["output_throughput"] = float(open(os.environ["CALLS"]).read().count('["bench"'))
-result["completed"] = int(value("--num-prompts")) - (os.environ.get("FAIL") == "one")
-pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result))
+"""
+CLIENT = """
+import json, os, pathlib, sys, time
+def add_cli_args(parser):
+    pass
+def compile(name):
+    file = pathlib.Path.home() / ".triton/cache" / str(os.getpid()) / (name + ".cubin")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+def main(arguments):
+    value = lambda name: arguments[arguments.index(name) + 1]
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(json.dumps(["bench", *arguments]) + "\\n")
+    if os.environ.get("FAIL") == value("--num-prompts"):
+        sys.exit(1)
+    if os.environ.get("FAIL") == "never":
+        pathlib.Path("pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    if value("--num-prompts") == "2":
+        compile("late_kernel")
+    keys = "duration output_throughput mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms".split()
+    result = dict.fromkeys(keys + ["total_input_tokens", "total_output_tokens"], 1000.0)
+    if os.environ.get("RISING"):
+        result["output_throughput"] = float(open(os.environ["CALLS"]).read().count('["bench"'))
+    result["completed"] = int(value("--num-prompts")) - (os.environ.get("FAIL") == "one")
+    pathlib.Path(value("--result-dir"), value("--result-filename")).write_text(json.dumps(result))
+"""
+PARSER = """
+class FlexibleArgumentParser:
+    def parse_args(self, arguments):
+        return arguments
 """
 
 
@@ -70,6 +95,9 @@ def serve(tmp_path):
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
+    for name, text in {"benchmarks/serve.py": CLIENT, "utils/argparse_utils.py": PARSER}.items():
+        (tmp_path / "site/vllm" / name).parent.mkdir(parents=True)
+        (tmp_path / "site/vllm" / name).write_text(text)
 
     def start(*arguments, **env):
         (tmp_path / "calls").write_text("")
@@ -77,7 +105,8 @@ def serve(tmp_path):
         return subprocess.Popen(
             [ROOT / "benchmarks/serve.sh", "--model", "m", "--concurrency", "2,4", "--port", PORT, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-            env=os.environ | {"PATH": path, "CALLS": str(tmp_path / "calls"), "HOME": str(tmp_path), **env},
+            env=os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path / "site"), "CALLS": str(tmp_path / "calls"),
+                              "HOME": str(tmp_path), **env},
         )  # fmt: skip
 
     def run(*arguments, **env):
@@ -99,9 +128,10 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     assert done.returncode == 0, done.stderr
     servers = [call for call in calls if call[0] == "serve"]
     dtypes = [call[call.index("--kv-cache-dtype") + 1] for call in servers]
-    assert dtypes == ["fp8_ds_mla", "bfloat16", "fp8_per_tensor"]
+    assert dtypes == ["fp8_ds_mla", "fp8_ds_mla", "bfloat16", "fp8_per_tensor"]
+    assert [call[-1] for call in servers] == ["0", "1", None, None]
     measured = [call[call.index("--num-prompts") + 1] for call in calls if call[0] == "bench"]
-    assert measured == ["4", "2", "4", "2", "4"]  # the first one of FlashMLA was there already
+    assert measured == ["4", "2", "4", "2", "4", "2", "4"]  # the first one of FlashMLA was there already
     # Before each, the same prompts; of 8192 tokens each, so that few tokens out are enough.
     at = 0
     for call in calls:
@@ -112,7 +142,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
             assert calls[place - count : place] == [["warm-up", 8192, 16 + 2 * count]] * count and at == count + 1
             at = 0
     result = json.loads((tmp_path / "serve.json").read_text())
-    assert list(result["runs"]) == ["FlashMLA", "BF16", "FP8"]
+    assert list(result["runs"]) == ["FlashMLA", "DropIn", "BF16", "FP8"]
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
@@ -144,6 +174,70 @@ def test_repeated_measurements(serve, tmp_path):
     assert [call[0] for call in calls] == ["serve", *["warm-up"] * 4, "bench"]
 
 
+def test_servers_of_one_group_start_together_and_are_measured_in_turns(serve, tmp_path):
+    options = ["--runs", "FlashMLA,FP8,BF16", "--together", "2", "--kv-gib", "20", "--repeat", "2"]
+    done, calls = serve(*options, "--concurrency", "2", PREEMPTS="1")
+    assert done.returncode == 0, done.stderr
+
+    def port(call):
+        option = "--port" if call[0] == "serve" else "--base-url"
+        return call[call.index(option) + 1].rpartition(":")[2]
+
+    first, second = PORT, str(int(PORT) + 1)
+    turns = [(call[0], port(call)) for call in calls if call[0] != "warm-up"]
+    pair = [("bench", first), ("bench", second)]
+    assert sorted(turns[:2]) == [("serve", first), ("serve", second)]
+    assert turns[2:] == [*pair, *pair[::-1], ("serve", first), *pair[:1] * 2]
+    # Both have been warmed up before either is measured.
+    assert [call[0] for call in calls[2:7]] == ["warm-up"] * 4 + ["bench"]
+    for call in calls:
+        if call[0] == "serve":
+            assert call[call.index("--kv-cache-memory-bytes") + 1] == str(20 << 30)
+            assert float(call[call.index("--gpu-memory-utilization") + 1]) < 0.1
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert (result["together"], result["kv_gib"], list(result["runs"])) == (2, 20, ["FlashMLA", "FP8", "BF16"])
+    assert result["runs"]["FP8"]["concurrency"]["2"]["preemptions"] == 2  # one in each of the stub's measurements
+    assert "FP8, 2 at once: 2 requests were preempted; the cache is too small" in done.stdout
+
+
+def test_one_of_two_servers_that_ends_takes_the_other_along(serve, tmp_path):
+    vllm = tmp_path / "bin/vllm"
+    serves = vllm.read_text()
+    fails = "case $* in *fp8_per_tensor*) exit 3;; esac"
+    vllm.write_text(f"#!/bin/sh\necho $$ >> pids\n{fails}\nexec {vllm}.real $@\n")
+    (tmp_path / "bin/vllm.real").write_text(serves)
+    (tmp_path / "bin/vllm.real").chmod(0o755)
+    done, _ = serve("--runs", "FlashMLA,FP8", "--together", "2", "--kv-gib", "1")
+    assert done.returncode == 1 and "error: the server ended with 3; the end of serve-work/FP8.log" in done.stderr
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
+
+
+def test_a_server_that_runs(serve, tmp_path):
+    env = os.environ | {"CALLS": str(tmp_path / "calls"), "HOME": str(tmp_path)}
+    (tmp_path / "calls").write_text("")
+    other = subprocess.Popen([tmp_path / "bin/vllm", "serve", "m", "--port", "18767"], env=env)
+    url = "http://127.0.0.1:18767"
+    try:
+        for _ in range(100):
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        done, calls = serve("--base-url", f"{url}/", "--concurrency", "4")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+    assert done.returncode == 0, done.stderr
+    assert [call[0] for call in calls] == ["warm-up"] * 4 + ["bench"]
+    assert calls[-1][calls[-1].index("--base-url") + 1] == url
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert result["weights"] == "the server's" and result["runs"]["server"]["base_url"] == url
+    assert "| 4 | server | 1,000.00 |" in done.stdout
+
+
 @pytest.mark.parametrize(
     "fail, words",
     [
@@ -165,6 +259,12 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
         (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
         (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
         (["--repeat", "0"], "--repeat is 0; give 1 or more."),
+        (["--together", "2"], "--together is 2; give 1 or more, and --kv-gib with more than one: vLLM cannot"),
+        (["--together", "0", "--kv-gib", "2"], "--together is 0; give 1 or more"),
+        (["--kv-gib", "0"], "--kv-gib is 0; give 1 or more."),
+        (["--base-url", "http://127.0.0.1:1"], "nothing at http://127.0.0.1:1 answers /health; give the URL of"),
+        (["--base-url", "nonsense"], "nothing at nonsense answers /health; give the URL of a vLLM server"),
+        (["--base-url", "http://127.0.0.1:1", "--profile"], "--base-url is of a server that runs already"),
         (["--out", "none/x.json"], "/none, where --out goes, is no folder; make it."),
         (["--work", "file"], "--work file cannot be made (File exists); give another folder."),
     ],
@@ -173,7 +273,8 @@ def test_bad_arguments(serve, tmp_path, arguments, words):
     (tmp_path / "file").write_text("")
     done, calls = serve(*arguments)
     assert (done.returncode, calls, done.stderr.count("\n")) == (1, [], 1), done.stderr
-    assert words in done.stderr and sorted(p.name for p in tmp_path.iterdir()) == ["bin", "calls", "file"]
+    assert words in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "calls", "file", "site"]
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path):
@@ -201,6 +302,15 @@ def test_a_stopped_start_leaves_no_server(serve, tmp_path):
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
+def test_a_stopped_measurement_leaves_no_client(serve, tmp_path):
+    process = serve.start(FAIL="never")
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1] == "error: terminated; the same command goes on.\n"
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
 def test_another_server_is_not_measured(serve, tmp_path):
     other = subprocess.Popen([sys.executable, "-m", "http.server", PORT, "--bind", "127.0.0.1"], cwd=tmp_path)
     (tmp_path / "health").write_text("")
@@ -226,8 +336,7 @@ def test_without_a_vllm_script_the_module_serves(serve, tmp_path):
     (tmp_path / "bin/vllm").unlink()
     (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "bin/python3").chmod(0o755)
-    path = {"PYTHONPATH": str(tmp_path / "site"), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    done, calls = serve("--runs", "FP8", **path)
+    done, calls = serve("--runs", "FP8", PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     assert [call[0] for call in calls if call[0] != "warm-up"] == ["serve", "bench", "bench"]
 
@@ -244,7 +353,8 @@ def test_names_of_attention_kernels():
     attention = {name for name in ours if serve.ATTENTION.search(name)}
     assert attention == {"sparse_mla_wgmma_kernel", "sparse_mla_m64_kernel", "sparse_mla_mma_kernel",
                          "_attend_kernel", "_merge_kernel"}  # fmt: skip
-    assert ours - attention == {"insert_kernel", "_insert_kernel", "_compress_kernel", "_build_kernel"}
+    assert ours - attention == {"insert_kernel", "_insert_kernel", "_compress_kernel", "_build_kernel",
+                                "_slots_kernel", "_scores_kernel", "_topk_kernel"}  # fmt: skip
     # In _flashmla_C.abi3.so of the wheel of 0.22.0, for Hopper: decode, its schedule, its second part, prefill.
     for name in ("sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel",
                  "smxx::decode::get_mla_metadata_kernel", "smxx::decode::flash_fwd_mla_combine_kernel",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ from .errors import Refusal
 from .files import check_writable, read
 from .planning import as_built, build_plan
 from .record import changed_since, edited, original_lost, read_record, survey
-from .series import Mismatch, Series, find_series, load_series, release_folders, sha256
+from .series import Mismatch, Stack, find_series, load_series, release_folders, series_of, sha256
 from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
@@ -44,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
                         help="the vLLM that the active Python would import")
     parser.add_argument("--fetch", metavar="RELEASE",
                         help="first download the pinned source of RELEASE into TARGET")
+    parser.add_argument("--series", metavar="NAME", action="append", default=[],
+                        help="of the release's series this one, e.g. drop-in; may be given again; "
+                        "default: all but those on request (docs/releases.md)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", dest="mode", action="store_const", const="check",
                       help="would it apply? change nothing")
@@ -64,6 +68,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("give either TARGET or --installed")
     if args.fetch and (args.installed or args.mode != "apply"):
         raise UsageError("--fetch takes a TARGET and none of --check, --status and --revert")
+    if args.series and args.mode not in ("apply", "check"):
+        raise UsageError("--series goes with apply and --check; --status and --revert take what is applied")
     return args
 
 
@@ -76,6 +82,7 @@ class Report:
             "target": None,
             "kind": None,
             "commit": None,
+            "series": [],
             "overlay": None,
             "state": "unknown",
             "files": [],
@@ -103,6 +110,7 @@ class Report:
 
     def applied(self, record: dict) -> None:
         self.data["release"] = record["release"]
+        self.data["series"] = list(record["series"])
         self.data["overlay"] = {key: record[f"overlay_{key}"] for key in ("version", "commit", "dirty")}
 
     def add(self, path: str, action: str) -> None:
@@ -119,7 +127,8 @@ class Report:
                 lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
                              + ", with changes" * bool(overlay["dirty"]))
             lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                         f"in {data['target']}: {data['state']}")
+                         f"in {data['target']}: {data['state']}"
+                         + f" ({', '.join(data['series'])})" * bool(data["series"]))
         try:
             for line in lines:
                 print(line, flush=True)
@@ -146,18 +155,18 @@ def _half_applied(report: Report, state: str) -> None:
     )
 
 
-def _series_for(root: Path, target: Target) -> Series:
+def _series_for(root: Path, target: Target, names: Iterable[str] = ()) -> Stack:
     if target.release is None:
         why = target.notes[0] if target.notes else "its metadata names no version"
         raise Refusal(
             "wrong-release",
             f"The release of {target.root} is unknown ({why}); fetch the tags or use a release.",
         )
-    return as_built(find_series(root, target.release), target.root)
+    return as_built(find_series(root, target.release, names), target.root)
 
 
 def _survey(
-    report: Report, root: Path, target: Target, series: Series | None, good: tuple[str, ...] = ("after",)
+    report: Report, root: Path, target: Target, series: Stack | None, good: tuple[str, ...] = ("after",)
 ) -> None:
     """Report an applied tree file by file. Raises Refusal(edited-since-apply) unless all are in a `good` state."""
     first = None
@@ -189,7 +198,7 @@ def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
                 raise
     if args.fetch:
         data["release"] = args.fetch
-        fetch.fetch(find_series(root, args.fetch), args.fetch, args.target)
+        fetch.fetch(find_series(root, args.fetch, args.series).series[0], args.fetch, args.target)
     path = args.target
     if args.installed:
         # The shell script names the Python that was active when it was called.
@@ -205,10 +214,10 @@ def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
         if args.mode == "revert":
             _revert(root, report, target)
         else:
-            _apply(args.mode, root, report, target)
+            _apply(args.mode, root, report, target, args.series)
 
 
-def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
+def _apply(mode: str, root: Path, report: Report, target: Target, names: list[str]) -> None:
     """apply, --check and --status: they differ in what they do once the tree is understood."""
     data = report.data
     state = transaction.state_of(target.root)
@@ -224,11 +233,18 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         report.applied(record)
         series = None
         try:
-            series = _series_for(root, target)
+            series = _series_for(root, target, record["series"])
+            wanted = record["series"] if mode == "status" else _series_for(root, target, names).releases
         except Refusal:
             if mode != "status":  # what is applied can be told without a series
                 raise
         _survey(report, root, target, series)
+        if series and list(record["series"]) != list(wanted):
+            raise Refusal(
+                "patch-changed",
+                f"{target.root} has {' and '.join(record['series'])} applied and not {' and '.join(wanted)}; run "
+                "with --revert first, or name what is applied with --series.",
+            )
         other = changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:
             if series:
@@ -246,7 +262,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
             return
         raise Refusal("patch-changed", message, path=other)
 
-    series = _series_for(root, target)
+    series = _series_for(root, target, names)
     check_index(target, series)
     try:
         plan = build_plan(root, target, series)
@@ -265,6 +281,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
         "status": {"patched": "pristine", "added": "absent", "updated": "pristine"},
     }[mode]
+    data["series"] = list(series.releases)
     if mode == "apply":
         with report.changing(target.root):
             transaction.apply(plan)
@@ -274,7 +291,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target) -> None:
         report.add(change.path, verbs.get(change.action, change.action))
 
 
-def _check_relied_on(report: Report, target: Target, series: Series) -> None:
+def _check_relied_on(report: Report, target: Target, series: Stack) -> None:
     try:
         check_relied_on(target, series)
     except Refusal:
@@ -287,8 +304,8 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
     if NATIVE_LOADER not in paths:
         return []
     if LIBRARY not in paths:
-        return ["the native kernels are missing, so Triton's run in their place, on Hopper mostly slower; "
-                "run scripts/build-kernels.sh, --revert and apply again"]  # fmt: skip
+        return ["the native kernels are missing, so Triton's (full-width) or FlashMLA's (drop-in) run instead, on "
+                "Hopper mostly slower; run scripts/build-kernels.sh, --revert and apply again"]  # fmt: skip
     library = root / "overlay/common" / LIBRARY
     if not library.is_file():  # what was applied is not at hand
         return []
@@ -303,11 +320,13 @@ def _refuse_remains(root: Path, target: Target) -> None:
     """Raise Refusal(record-lost) if files are patched that no record tells of, as after `git clean`."""
     patched = []
     with contextlib.suppress(Refusal):  # of a release without a series nothing can be told
-        series = _series_for(root, target)
-        for _, diff in series.pairs():
-            with contextlib.suppress(OSError, Mismatch):
-                if sha256(diff.undo(read(target.root / diff.path))) == series.files[diff.path]:
-                    patched.append(diff.path)
+        every = _series_for(root, target, [one.name for one in series_of(root, target.release)]).series
+        for some in itertools.chain(*(itertools.combinations(every, count) for count in range(1, len(every) + 1))):
+            series = Stack(list(some))  # any may have been applied
+            for _, diff in series.pairs():
+                with contextlib.suppress(OSError, Mismatch):
+                    if sha256(diff.undo(read(target.root / diff.path))) == series.files[diff.path]:
+                        patched += [diff.path] * (diff.path not in patched)
     if patched:
         raise Refusal(
             "record-lost",
@@ -331,7 +350,8 @@ def _revert(root: Path, report: Report, target: Target) -> None:
         data["notes"].append("an interrupted run was undone")
     else:
         try:
-            series = _series_for(root, target)
+            record, _ = read_record(target.root)
+            series = _series_for(root, target, record["series"])
         except Refusal:
             series = None  # only helps to name a line; the record suffices to revert
         _survey(report, root, target, series, ("after", "before", "replaced"))

@@ -10,23 +10,28 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import tomlkit
 
 from . import fetch
 from .errors import Refusal
+from .names import defines, imports, module_path
+from .record import read_record
 from .series import (
     STATE_DIR,
     Mismatch,
     OverlayFile,
     Patch,
     Series,
+    Stack,
     load_overlay,
     load_series,
     order,
+    overlay_files,
     release_folders,
+    series_of,
     sha256,
     split_lines,
 )
@@ -184,11 +189,17 @@ def export(
     With `served`, also the pins of the other releases that it serves.
     Raises Refusal(unowned-change), naming the files, if the tree has a change no patch owns.
     """
+    if (tree / STATE_DIR).is_dir() and (applied := list(read_record(tree)[0]["series"])) != [series.name]:
+        raise Refusal(
+            "unowned-change",
+            f"{tree} has the series {' and '.join(applied)} applied, and all that is changed there would go into "
+            f"{series.name}; use a tree with that one only (apply-patches.sh --series {series.name}).",
+        )
     owner = {path: patch for patch in series.patches for path in patch.owned}
     if sum(len(patch.owned) for patch in series.patches) != len(owner):
         doubled = [p for p in owner if sum(p in patch.owned for patch in series.patches) > 1]
         raise Refusal("bad-series", f"Several patches list {', '.join(doubled)} in Files.")
-    overlay = load_overlay(root, Series(series.folder, series.release, "", "", {}, {}))
+    overlay = overlay_files(root, [series.release])
     edited: dict[str, bytes] = {}
     stray: list[str] = []
     notes: list[str] = []
@@ -246,6 +257,17 @@ def _write_all(files: dict[Path, bytes]) -> list[Path]:
     return changed
 
 
+def _chosen(root: Path, release: str, name: str | None) -> Series:
+    """The series made for `release`: the one, or that with this name. Raises Refusal(no-series)."""
+    folders = release_folders(root, release=release)
+    found = [folder for folder in folders if name in (None, folder.parent.name)]
+    if len(found) != 1:
+        has = ", ".join(folder.parent.name for folder in folders) or "none"
+        what = "choose one with --series" if found else f"none is called {name!r}" if folders else "see patches/"
+        raise Refusal("no-series", f"The series made for vLLM {release} are: {has}; {what}.")
+    return load_series(found[0])
+
+
 def export_main(argv: list[str], root: Path) -> int:
     """export-series.sh: returns 0, 1 for a refusal or 2 for wrong usage."""
     parser = argparse.ArgumentParser(
@@ -254,11 +276,12 @@ def export_main(argv: list[str], root: Path) -> int:
     )
     parser.add_argument("release", metavar="RELEASE")
     parser.add_argument("tree", metavar="TREE", type=Path)
+    parser.add_argument("--series", metavar="NAME", help="which, if the release has several")
     parser.add_argument("--pristine", metavar="DIR", type=Path,
                         help="the unpacked source archive, instead of the one in the cache")
     args = parser.parse_args(argv)
     try:
-        series = load_series(root / "patches" / args.release)
+        series = _chosen(root, args.release, args.series)
         target = detect(args.tree, [series])
         if target.release != series.release:
             raise Refusal(
@@ -284,93 +307,25 @@ def export_main(argv: list[str], root: Path) -> int:
 # ---------------------------------------------------------------- check
 
 
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _imports(path: str, source: bytes, lines: Iterable[int] | None = None) -> set[str]:
-    """The dotted names that `source` imports, or names in a string to import later.
-
-    With `lines`, only what stands on one of them. `from a import b` gives a and a.b, since b may be
-    a module. A name in a string counts only if it is the whole string, as in
-    importlib.import_module("vllm.x") or a table of class paths, so that prose does not.
-    """
-    wanted = None if lines is None else set(lines)
-    package = path.rpartition("/")[0].split("/")
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source, path)):
-        if wanted is not None and not (
-            hasattr(node, "lineno") and wanted & set(range(node.lineno, node.end_lineno + 1))
-        ):
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else []
-            base += [node.module] if node.module else []
-            found.add(".".join(base))
-            found |= {".".join([*base, alias.name]) for alias in node.names}
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and re.fullmatch(r"vllm(\.\w+)+", node.value)
-        ):
-            found.add(node.value)
-    return found
-
-
-def _prefixes(names: set[str]) -> set[str]:
-    """The names and every package above them: importing a.b.c runs a and a.b first."""
-    return {name.rsplit(".", cut)[0] for name in names for cut in range(name.count(".") + 1)}
-
-
-def unused_overlay(overlay: dict[str, OverlayFile], roots: set[str]) -> list[str]:
-    """The overlay files that nothing leads to from the modules in `roots`."""
-    modules = {_module(path): path for path in overlay if path.endswith(".py")}
-    reached: set[str] = set()
-    new = _prefixes(roots)
-    while new:
-        paths = {modules[name] for name in new if name in modules} - reached
-        reached |= paths
-        new = set()
-        for path in paths:
-            new |= _prefixes(_imports(path, overlay[path].data))
-    # Anything else (a .cu, a .json) is used if a file that is used names it.
-    while True:
-        text = b"\n".join(overlay[path].data for path in reached)
-        more = {path for path in overlay.keys() - reached
-                if not path.endswith(".py") and Path(path).name.encode() in text}
-        if not more:
-            return sorted(overlay.keys() - reached)
-        reached |= more
-
-
-def _added_lines(patch: Patch, path: str) -> set[int]:
-    """The 1-based lines of the patched file that the patch adds."""
-    numbers: set[int] = set()
-    for diff in patch.diffs:
-        shift = 0
-        for hunk in diff.hunks if diff.path == path else []:
-            matcher = difflib.SequenceMatcher(None, hunk.source, hunk.target, autojunk=False)
-            for tag, _, _, first, last in matcher.get_opcodes():
-                if tag != "equal":
-                    numbers |= {hunk.start + shift + i + 1 for i in range(first, last)}
-            shift += len(hunk.target) - len(hunk.source)
-    return numbers
-
-
 def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     problems = []
     for path, file in sorted(overlay.items()):
         if not path.startswith(KERNELS + "/") or not path.endswith(".py"):
             continue
-        for name in sorted(_imports(path, file.data)):
+        for name in sorted(imports(path, file.data)):
             inside = (name + ".").startswith(KERNELS.replace("/", ".") + ".")
             provider = path == f"{KERNELS}/flashinfer_sparse_mla.py" and name.startswith("flashinfer.")
             if not (inside or provider) and name.partition(".")[0] not in KERNEL_IMPORTS:
                 problems.append(f"{path} imports {name}: the kernels may use torch, triton, the "
                                 "standard library and each other only")
     return problems
+
+
+def _is_there(name: str, files: dict[str, bytes]) -> bool:
+    """Whether `name`, dotted, is a module in `files` or what one defines."""
+    module, _, last = name.rpartition(".")
+    place = module_path(module, files)
+    return bool(module_path(name, files) or (place and defines(place, last, files)))
 
 
 def _is_date(text: str) -> bool:
@@ -412,10 +367,9 @@ def check(
     problems += [f"{name} is not in series" for name in sorted(on_disk - set(names))]
     series = load_series(folder)
     pristine = get_pristine(series)
-    overlay = load_overlay(root, series)
 
+    known = pristine | {path: file.data for path, file in load_overlay(root, Stack([series])).items()}
     edited: dict[str, bytes] = {}
-    roots: set[str] = set()
     for patch in series.patches:
         for name in REQUIRED_FIELDS:
             if not patch.fields.get(name, "").strip():
@@ -430,6 +384,9 @@ def check(
             problems.append(refusal.message)
         if not patch.diffs:
             problems.append(f"{patch.name} changes nothing")
+        for name in sorted(patch.uses):
+            if not _is_there(name, known):
+                problems.append(f"{patch.name} uses {name}, which neither vLLM nor the overlay has")
         touched = {diff.path for diff in patch.diffs}
         for path in sorted(touched ^ set(patch.owned)):
             problems.append(f"{patch.name}: Files and the diff disagree about {path}")
@@ -452,7 +409,7 @@ def check(
                 problems.append(f"{patch.name} has no effect on {diff.path}")
             if diff.path.endswith(".py"):
                 try:
-                    roots |= _imports(diff.path, edited[diff.path], _added_lines(patch, diff.path))
+                    ast.parse(edited[diff.path])
                 except (SyntaxError, ValueError) as error:
                     problems.append(f"{patch.name} makes {diff.path} invalid Python: {error}")
         complete = all(path in edited for path in patch.owned)
@@ -475,12 +432,6 @@ def check(
     if total > MAX_ADDED_LINES:
         problems.append(f"the series adds {total} lines to vLLM; at most {MAX_ADDED_LINES} are "
                         "allowed: move code into overlay/")
-    try:
-        problems += [f"{overlay[path].source.relative_to(root)} is used by nothing"
-                     for path in unused_overlay(overlay, roots)]
-        problems += _kernel_problems(overlay)
-    except (SyntaxError, ValueError) as error:
-        problems.append(f"{error.filename}: invalid Python: {error.msg}, line {error.lineno}")
     for release, sources in others.items():
         problems += [f"for vLLM {release}, {path} in [relied_on]: there is no such file"
                      for path in relied_on if path not in sources]
@@ -497,7 +448,41 @@ def check(
                     problems.append(f"{where}: the hunk at line {mismatch.line} has no place, or several")
                 except (SyntaxError, ValueError) as error:
                     problems.append(f"{where}: invalid Python: {error}")
+    for release, sources in {series.release: pristine, **others}.items():
+        if release in series.sdists:
+            problems += _together(root, release, sources)
     return problems, added
+
+
+def _together(root: Path, release: str, sources: dict[str, bytes]) -> list[str]:
+    """Why the series of `release` cannot be applied together, by the files that several of them change."""
+    problems = []
+    try:
+        for names, diff in Stack(series_of(root, release)).pairs():
+            if ", " not in names:
+                continue
+            try:
+                ast.parse(diff.apply(sources[diff.path]))
+            except (Mismatch, SyntaxError, ValueError):
+                problems.append(f"{names} do not fit {diff.path} of vLLM {release} together")
+    except Refusal as refusal:
+        problems.append(refusal.message)
+    return problems
+
+
+def _overlay_problems(root: Path) -> list[str]:
+    """What of overlay/ no series leads to, and what the kernels import that they may not."""
+    try:
+        names = {path.parent.name for path in (root / "overlay").glob("*/vllm")} - {"common"}
+        folders = [[name] for name in names] or [[]]
+        files = {file.source: (path, file) for folder in folders
+                 for path, file in overlay_files(root, folder).items()}  # fmt: skip
+        stacks = [Stack([load_series(folder)]) for folder in release_folders(root)]
+        used = {file.source for stack in stacks for file in load_overlay(root, stack).values()}
+    except Refusal as refusal:
+        return [f"{refusal.code}: {refusal.message}"]
+    problems = [f"{source.relative_to(root)} is used by nothing" for source in sorted(files.keys() - used)]
+    return problems + _kernel_problems(dict(files.values()))
 
 
 def check_main(argv: list[str], root: Path) -> int:
@@ -513,9 +498,12 @@ def check_main(argv: list[str], root: Path) -> int:
     args = parser.parse_args(argv)
     if args.pristine and not args.release:
         parser.error("--pristine needs RELEASE")
-    folders = [root / "patches" / args.release] if args.release else release_folders(root)
+    folders = release_folders(root, release=args.release or "*")
+    if args.release and not folders:
+        print(f"error: no-series: No series is made for vLLM {args.release}; see patches/.", file=sys.stderr)
     failed = not folders
     for folder in folders:
+        where = f"{folder.parent.name} {folder.name}"
         try:
             problems, added = check(
                 root, folder, lambda series: _pristine(series, args.pristine),
@@ -524,10 +512,13 @@ def check_main(argv: list[str], root: Path) -> int:
         except Refusal as refusal:
             problems, added = [f"{refusal.code}: {refusal.message}"], []
         for name, count in added:
-            print(f"{folder.name}: {name}: {count} lines added")
+            print(f"{where}: {name}: {count} lines added")
         if added:
-            print(f"{folder.name}: {sum(count for _, count in added)} of {MAX_ADDED_LINES} lines")
+            print(f"{where}: {sum(count for _, count in added)} of {MAX_ADDED_LINES} lines")
         for problem in problems:
-            print(f"error: {folder.name}: {problem}", file=sys.stderr)
+            print(f"error: {where}: {problem}", file=sys.stderr)
         failed |= bool(problems)
+    for problem in (problems := _overlay_problems(root)):
+        print(f"error: {problem}", file=sys.stderr)
+        failed = True
     return 1 if failed else 0

@@ -119,6 +119,50 @@ def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Nee
     return count, missing
 
 
+# ---------------------------------------------------------------- what is used
+
+
+def imports(path: str, data: bytes) -> set[str]:
+    """The dotted names that the file at `path` imports, or names in a string to import later.
+
+    `from a import b` gives a and a.b, since b may be a module. A name in a string counts only if it is the whole
+    string, as in importlib.import_module("vllm.x") or a table of class paths, so that prose does not.
+    Raises SyntaxError, ValueError.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(data, path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, path)
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
+            found.add(node.value)
+    return found
+
+
+def reached(ours: Files, roots: set[str]) -> set[str]:
+    """The files of the overlay that the modules `roots` lead to. Raises SyntaxError, ValueError."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+               for path in ours if path.endswith(".py")}  # fmt: skip
+    found: set[str] = set()
+    new = roots
+    while new:
+        # Importing a.b.c runs a and a.b first.
+        names = {name.rsplit(".", cut)[0] for name in new for cut in range(name.count(".") + 1)}
+        paths = {modules[name] for name in names if name in modules} - found
+        found |= paths
+        new = {name for path in paths for name in imports(path, ours[path])}
+    # Anything else (a .cu, a .json) is used if a file that is used names it.
+    while True:
+        text = b"\n".join(ours[path] for path in found)
+        more = {path for path in ours.keys() - found
+                if not path.endswith(".py") and path.rpartition("/")[2].encode() in text}  # fmt: skip
+        if not more:
+            return found
+        found |= more
+
+
 # ---------------------------------------------------------------- what is overridden
 
 
@@ -132,6 +176,19 @@ def _class(path: str, name: str, files: Files) -> tuple[str, ast.ClassDef] | Non
         source = module_path(_absolute(node, path), files)
         return _class(source, alias.name, files) if source else None
     return None
+
+
+def _gone(path: str, node: ast.ClassDef, files: Files) -> Iterator[str]:
+    """What the class at `path` derives from by an import that finds nothing."""
+    bound = _bound(_parse(files[path]).body)
+    for base in node.bases:
+        name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+        source = bound.get(name)
+        if isinstance(source, ast.ImportFrom) and _absolute(source, path).partition(".")[0] == "vllm":
+            alias = next(alias for alias in source.names if name in (alias.asname, alias.name))
+            module = module_path(_absolute(source, path), files)
+            if not (module and defines(module, alias.name, files)):
+                yield alias.name
 
 
 def _line_of_descent(path: str, node: ast.ClassDef, files: Files) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -185,6 +242,10 @@ def missing_overrides(path: str, files: Files, ours: Files) -> tuple[int, list[N
             theirs = [cls for place, cls in line if place not in ours]
             has = {name for cls in theirs for name in _bound(cls.body)}
             names = {name for cls in own for name in _bound(cls.body) if not name.startswith("__")} - added
+            if gone := list(_gone(path, node, both)) if marks else []:
+                count += len(names)
+                missing += [Need(node.lineno, f"{node.name} derives from {name}, which is gone") for name in gone]
+                continue
             if not theirs:
                 replaced(node, sorted(names))
                 continue

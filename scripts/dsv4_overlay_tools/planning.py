@@ -13,7 +13,7 @@ from . import TOOL_VERSION
 from .errors import Refusal
 from .files import read, resolve
 from .record import ORIGINALS, kept, record_rows, seal, wheel_record
-from .series import STATE_DIR, FileDiff, Mismatch, OverlayFile, Series, load_overlay, sha256
+from .series import STATE_DIR, FileDiff, Mismatch, OverlayFile, Stack, load_overlay, sha256
 from .target import Target
 
 
@@ -54,10 +54,11 @@ def _source_changed(target: Target, diff: FileDiff, found: bytes) -> Refusal:
     )
 
 
-def _patched(target: Target, series: Series) -> list[Change]:
+def _patched(target: Target, stack: Stack) -> list[Change]:
     root = target.root
     changes = []
-    for patch, diff in series.pairs():
+    pins = stack.files
+    for names, diff in stack.pairs():
         real = resolve(root, diff.path)
         try:
             before = read(real)
@@ -75,19 +76,19 @@ def _patched(target: Target, series: Series) -> list[Change]:
                 f"({error.strerror}); use a pristine vLLM.",
                 path=diff.path,
             ) from None
-        if sha256(before) != series.files[diff.path]:
+        if sha256(before) != pins[diff.path]:
             raise _source_changed(target, diff, before)
         try:
             after = diff.apply(before)
         except Mismatch as mismatch:
             raise Refusal(
                 "bad-series",
-                f"{patch.name} does not fit line {mismatch.line} of the pristine {diff.path}; "
+                f"{names} does not fit line {mismatch.line} of the pristine {diff.path}; "
                 "run scripts/check-series.sh.",
                 path=diff.path,
                 line=mismatch.line,
             ) from None
-        changes.append(Change(diff.path, "patched", real, before, after, mode, patch.name))
+        changes.append(Change(diff.path, "patched", real, before, after, mode, names))
     return changes
 
 
@@ -132,29 +133,33 @@ def _provenance(repo_root: Path) -> tuple[str | None, bool | None, str]:
         return None, None, "git finds no commit in it; use a clone"
 
 
-def as_built(series: Series, root: Path) -> Series:
-    """`series`, or as it applies to the rebuilt wheel whose files `root` holds or held before it was applied."""
+def as_built(stack: Stack, root: Path) -> Stack:
+    """`stack`, or as it applies to the rebuilt wheel whose files `root` holds or held before it was applied."""
 
     def found(path: str) -> str:
         original = root / kept(ORIGINALS, path)
         return sha256(read(original if original.is_file() else root / path))
 
-    for build in series.rebuilt:
-        with contextlib.suppress(OSError):
-            if all(found(path) == pin for path, pin in series.moved[build].items() if path in series.files):
-                return series.of(build)
-    return series
+    built = []
+    for series in stack.series:
+        for build in series.rebuilt:
+            with contextlib.suppress(OSError):
+                if all(found(path) == pin for path, pin in series.moved[build].items() if path in series.files):
+                    series = series.of(build)
+                    break
+        built.append(series)
+    return Stack(built)
 
 
-def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
+def build_plan(repo_root: Path, target: Target, stack: Stack) -> Plan:
     """Compute every new file in memory; writes nothing.
 
     Raises Refusal: source-changed, not-readable, file-in-the-way, symlink-escape, bad-series.
     """
     root = target.root
     resolve(root, STATE_DIR)
-    changes = _patched(target, series)
-    added, directories = _added(root, load_overlay(repo_root, series))
+    changes = _patched(target, stack)
+    added, directories = _added(root, load_overlay(repo_root, stack))
     changes = sorted(changes + added, key=lambda change: change.path)
     places: dict[Path, str] = {}
     for change in changes:
@@ -201,11 +206,11 @@ def build_plan(repo_root: Path, target: Target, series: Series) -> Plan:
     record = {
         "tool_version": TOOL_VERSION,
         "release": target.release,
-        "series": series.release,
+        "series": stack.releases,
         "overlay_version": (repo_root / "VERSION").read_text("utf-8").strip(),
         "overlay_commit": commit,
         "overlay_dirty": dirty,
-        "patches": [{"name": p.name, "sha256": sha256(p.data)} for p in series.patches],
+        "patches": [{"name": name, "sha256": sha256(patch.data)} for name, patch in stack.patches],
         "files": entries,
         "directories": directories,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import functools
 import sys
 import tarfile
 import zlib
@@ -25,6 +24,7 @@ from .series import (
     Mismatch,
     Patch,
     Series,
+    Stack,
     find_series,
     load_overlay,
     load_series,
@@ -166,18 +166,18 @@ def check_relied_on(pins: dict[str, str], pristine: dict[str, bytes]) -> list[Fi
 
 
 def check_release(
-    root: Path, base: Series, pristine: dict[str, bytes], source_of: Callable[[str], dict[str, bytes] | None]
+    root: Path, base: Series, pristine: dict[str, bytes], source_of: Callable[[Series], dict[str, bytes] | None]
 ) -> list[Finding]:
     """What became of every seam of `base` in the vLLM whose files are `pristine`.
 
-    `source_of` gives the files of a release that has a series, if they can be had.
+    `source_of` gives the files of the release that a series was made for, if they can be had.
     """
     found = [finding for patch in base.patches for finding in check_patch(patch, base.files, pristine)]
-    ours = {path: file.data for path, file in load_overlay(root, base).items() if path.endswith(".py")}
+    ours = {path: file.data for path, file in load_overlay(root, Stack([base])).items() if path.endswith(".py")}
 
     def elsewhere(path: str, need: Need) -> bool:
         lacking = {folder.name: need in missing_imports(path, files, ours)[1] for folder in release_folders(root)
-                   if (files := source_of(folder.name)) is not None}  # fmt: skip
+                   if (files := source_of(load_series(folder))) is not None}  # fmt: skip
         # Without it the base is served, so it does without; but a name that none has is a mistake.
         return lacking.get(base.release, False) and not all(lacking.values())
 
@@ -186,38 +186,64 @@ def check_release(
     return found + check_relied_on(base.relied_on, pristine)
 
 
-def nearest_series(root: Path, release: str) -> Series:
-    """The series that serves `release`, or that of the highest release below it, or else of the lowest."""
-    try:
-        return find_series(root, release)
-    except Refusal:
-        pass
-    every = sorted((load_series(folder) for folder in release_folders(root)), key=lambda s: Version(s.release))
-    return [every[0], *(series for series in every if Version(series.release) < Version(release))][-1]
+def bases(root: Path, release: str, near: str | None = None, name: str | None = None) -> list[Series]:
+    """The series to compare `release` with, as they apply to it: those that it has, else one of each name.
+
+    Of each name that is the one that serves `near` (default: `release`), or the highest below it, or the lowest.
+    With `name` only that one. Raises Refusal: wrong-release, no-series.
+    """
+    every = [load_series(folder) for folder in release_folders(root)]
+    names = sorted({series.name for series in every})
+    if near:
+        find_series(root, near, [name] if name else [])  # or refuse
+    elif name and name not in names:
+        raise Refusal("no-series", f"There is no series {name!r}; there is: {', '.join(names)}.")
+    wanted = [name] if name else [series.name for series in every if release in series.sdists] or names
+    near, found = near or release, []
+    for one in wanted:
+        series = sorted((s for s in every if s.name == one), key=lambda s: Version(s.release))
+        below = [s for s in series if Version(s.release) < Version(near)]
+        found += [s for s in series if near in s.sdists] or below[-1:] or series[:1]
+    return [series.of(release) for series in found]
+
+
+def verdict(findings: list[Finding], served: bool) -> str:
+    """What became of all seams of one series, in a sentence."""
+    count = {verdict: sum(f.verdict == verdict for f in findings)
+             for verdict in ("applies", "moved", "changed", "upstream")}  # fmt: skip
+    misfits = [finding for finding in findings if not finding.fits]
+    if not misfits:
+        so = "the series fits" + ("." if served else "; name the release in `serves`.")
+    elif all(finding.seam == RELIED_ON for finding in misfits):
+        so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
+    else:
+        so = "a port is needed; docs/porting.md."
+    return ", ".join(f"{number} {verdict}" for verdict, number in count.items()) + f": {so}"
 
 
 def check_release_main(argv: list[str], root: Path) -> int:
-    """check-release.sh: returns 0 if a series fits as it is, 1 if a port is needed, 2 if it cannot be told."""
+    """check-release.sh: returns 0 if the series fit as they are, 1 if a port is needed, 2 if it cannot be told."""
     parser = argparse.ArgumentParser(
         prog="check-release.sh",
         description="Say for each seam of the overlay what became of it in vLLM RELEASE: applies, "
-        "moved (where to), changed (the lines), or already upstream.",
-        epilog="exit status: 0 a series fits as it is; 1 it has to be ported, see docs/porting.md; "
+        "moved (where to), changed (the lines), or already upstream. A supported release is compared with the "
+        "series that it has, another one with one of each name.",
+        epilog="exit status: 0 the series fit as they are; 1 one has to be ported, see docs/porting.md; "
         "2 wrong usage, or the release cannot be fetched",
     )
     parser.add_argument("release", metavar="RELEASE")
+    parser.add_argument("--series", metavar="NAME", help="compare with this one only, e.g. full-width")
     parser.add_argument("--base", metavar="RELEASE", help="compare with its series; default: the nearest below")
     parser.add_argument("--pristine", metavar="DIR", type=Path, help="the unpacked source, instead of fetching it")
     args = parser.parse_args(argv)
     try:
         args.release = str(Version(args.release))
-        base = find_series(root, args.base) if args.base else nearest_series(root, args.release)
-        base = load_series(base.folder).of(args.release)
+        against = bases(root, args.release, args.base, args.series)
         if args.pristine:
             pristine, origin = pristine_from_folder(args.pristine), str(args.pristine)
         else:
-            pinned = args.release in base.sdists
-            archive = fetch.archive(base, args.release) if pinned else fetch.unpinned(args.release)
+            pinned = [series for series in against if args.release in series.sdists]
+            archive = fetch.archive(pinned[0], args.release) if pinned else fetch.unpinned(args.release)
             pristine, origin = pristine_from_archive(archive), f"sha256 {sha256(archive.read_bytes())}"
     except InvalidVersion:
         parser.error(f"{args.release} is not a release like 0.23.0")
@@ -228,30 +254,33 @@ def check_release_main(argv: list[str], root: Path) -> int:
         print(f"error: archive-mismatch: {archive} is damaged; remove it and run again.", file=sys.stderr)
         return 2
 
-    @functools.cache
-    def source_of(release: str) -> dict[str, bytes] | None:
-        if release == args.release:
-            return pristine
-        try:
-            series = load_series(root / "patches" / release)
-            return pristine_from_archive(fetch.archive(series, release, download=not args.pristine))
-        except Refusal:
-            return None
+    sources = {args.release: pristine}
 
-    findings = check_release(root, base, pristine, source_of)
-    print(f"vLLM {args.release} ({origin}) against the series of {base.release}")
-    for finding in findings:
-        print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")
-        for line in finding.lines:
-            print(f"              {line}")
-    count = {verdict: sum(f.verdict == verdict for f in findings)
-             for verdict in ("applies", "moved", "changed", "upstream")}
-    misfits = [finding for finding in findings if not finding.fits]
-    if not misfits:
-        so = "the series fits" + ("." if args.release in base.sdists else "; name the release in `serves`.")
-    elif all(finding.seam == RELIED_ON for finding in misfits):
-        so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
-    else:
-        so = "a port is needed; docs/porting.md."
-    print(", ".join(f"{number} {verdict}" for verdict, number in count.items()) + f": {so}")
-    return 1 if misfits else 0
+    def source_of(series: Series) -> dict[str, bytes] | None:
+        if series.release not in sources:
+            try:
+                place = fetch.archive(series, series.release, download=not args.pristine)
+                sources[series.release] = pristine_from_archive(place)
+            except Refusal:
+                return None
+        return sources[series.release]
+
+    summary, fits, supported = [], True, []
+    for base in against:
+        findings = check_release(root, base, pristine, source_of)
+        print(f"vLLM {args.release} ({origin}) against the series {base.name} of {base.release}")
+        for finding in findings:
+            print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")
+            for line in finding.lines:
+                print(f"              {line}")
+        summary.append(f"{base.name}: {verdict(findings, args.release in base.sdists)}")
+        fit = all(finding.fits for finding in findings)
+        fits = fits and fit
+        supported += [base.name] * (fit and args.release in base.sdists)
+    print("\n".join(summary))
+    lacking = sorted({folder.parent.name for folder in release_folders(root)} - set(supported))
+    if supported and lacking and not args.series:
+        supported.append(f"not {', '.join(lacking)}")
+    lacks = f"has no series {args.series}." if args.series else "is not supported."
+    print(f"vLLM {args.release} " + (f"is supported: {', '.join(supported)}." if supported else lacks))
+    return 0 if fits else 1

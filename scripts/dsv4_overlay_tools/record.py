@@ -19,7 +19,7 @@ from urllib.parse import quote
 from . import TOOL_VERSION
 from .errors import Refusal
 from .files import read, resolve
-from .series import STATE_DIR, Mismatch, Series, load_overlay, sha256, split_lines
+from .series import STATE_DIR, Mismatch, Stack, load_overlay, sha256, split_lines
 from .target import Target, as_installed
 
 STAGED = f"{STATE_DIR}/staged"
@@ -180,7 +180,7 @@ def original_lost(root: Path, entry: dict) -> Refusal | None:
 
 
 def edited(
-    root: Path, entry: dict, state: str, found: bytes | None, repo_root: Path, series: Series | None
+    root: Path, entry: dict, state: str, found: bytes | None, repo_root: Path, stack: Stack | None
 ) -> Refusal:
     """The refusal for an entry that is no longer as applied, with the line if it can be told."""
     path = entry["path"]
@@ -196,7 +196,7 @@ def edited(
         what = "is gone" if state == "missing" else "is no longer a plain file"
     else:
         what = "was edited since the overlay was applied"
-        applied = _applied_bytes(root, entry, repo_root, series)
+        applied = _applied_bytes(root, entry, repo_root, stack)
         if applied is not None:
             line = _differs_at(applied, found)
             what += f", first at line {line}"
@@ -218,31 +218,31 @@ def _differs_at(expected: bytes, found: bytes) -> int:
 
 
 def _applied_bytes(
-    root: Path, entry: dict, repo_root: Path, series: Series | None
+    root: Path, entry: dict, repo_root: Path, stack: Stack | None
 ) -> bytes | None:
     """What was applied at `entry`, if the files at hand still produce it."""
     data = None
     with contextlib.suppress(OSError, Mismatch, Refusal):
         if entry["action"] == "updated":
             return _wheel_after(root, entry, *read_record(root))
-        if series and entry["action"] == "added":
-            data = load_overlay(repo_root, series)[entry["path"]].data
-        elif series:
+        if stack and entry["action"] == "added":
+            data = load_overlay(repo_root, stack)[entry["path"]].data
+        elif stack:
             before = read(root / kept(ORIGINALS, entry["path"]))
-            diffs = {diff.path: diff for _, diff in series.pairs()}
+            diffs = {diff.path: diff for _, diff in stack.pairs()}
             data = diffs[entry["path"]].apply(before) if entry["path"] in diffs else None
     return data if data is not None and sha256(data) == entry["sha256_after"] else None
 
 
-def changed_since(repo_root: Path, series: Series, record: dict) -> str | None:
+def changed_since(repo_root: Path, stack: Stack, record: dict) -> str | None:
     """The first patch or overlay file that is not the one in the record, or None."""
     applied = {item["name"]: item["sha256"] for item in record["patches"]}
-    at_hand = {patch.name: sha256(patch.data) for patch in series.patches}
+    at_hand = {name: sha256(patch.data) for name, patch in stack.patches}
     applied |= {
         entry["path"]: entry["sha256_after"]
         for entry in record["files"]
         if entry["action"] == "added"
     }
-    at_hand |= {path: sha256(file.data) for path, file in load_overlay(repo_root, series).items()}
+    at_hand |= {path: sha256(file.data) for path, file in load_overlay(repo_root, stack).items()}
     return min((name for name in applied.keys() | at_hand.keys()
                 if applied.get(name) != at_hand.get(name)), default=None)

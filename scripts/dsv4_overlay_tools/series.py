@@ -7,19 +7,25 @@ feeds and \\x85).
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import tomlkit
 import unidiff
+from packaging.version import Version
 from tomlkit.exceptions import TOMLKitError
 
 from .errors import Refusal
+from .names import reached
 
 STATE_DIR = "vllm/_dsv4_overlay"
 DIFF_START = re.compile(rb"^(?:--- |diff )", re.MULTILINE)
+IMPORT = re.compile(r"^\s*import\s+(.+)", re.MULTILINE)
+FROM_IMPORT = re.compile(r"^\s*from\s+(vllm[\w.]*)\s+import\s+(\([^)]*\)|.+)", re.MULTILINE)
 FIELD = re.compile(r"([A-Z][A-Za-z-]*):[ \t]*(.*)")
 
 
@@ -81,6 +87,8 @@ class FileDiff:
                 if len(found) != 1 or found[0] < done:
                     raise Mismatch(hunk.start + 1)
                 hunk = replace(hunk, start=found[0])
+            if hunk.start < done:  # another series changes the same lines
+                raise Mismatch(hunk.start + 1)
             found = lines[hunk.start : hunk.start + len(hunk.source)]
             if found != hunk.source:
                 same = 0
@@ -122,6 +130,24 @@ class Patch:
     @property
     def added(self) -> int:
         return sum(diff.added for diff in self.diffs)
+
+    @property
+    def uses(self) -> set[str]:
+        """The modules of vLLM, dotted, that the lines it adds import or name: where our own code is entered."""
+        lines = (line for diff in self.diffs for hunk in diff.hunks
+                 for line in difflib.ndiff(hunk.source, hunk.target) if line.startswith("+ "))  # fmt: skip
+        return named("".join(line[2:] for line in lines))
+
+
+def named(text: str) -> set[str]:
+    """The modules below vllm that `text`, lines of Python and not always a whole file, imports or has in a string.
+
+    `from a import b` gives a and a.b, since b may be a module.
+    """
+    found = {name for names in IMPORT.findall(text) for name in re.findall(r"vllm(?:\.\w+)*", names)}
+    for module, names in FROM_IMPORT.findall(text):
+        found |= {module, *(f"{module}.{name}" for name in re.findall(r"(?:^|[(,])\s*(\w+)", names))}
+    return found | set(re.findall(r"[\"'](vllm(?:\.\w+)+)[\"']", text))
 
 
 def _bad(where: str, what: str) -> Refusal:
@@ -209,7 +235,7 @@ def parse_patch(name: str, data: bytes) -> Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """`patches/<release>/`: what may be applied to which vLLM."""
+    """`patches/<name>/<release>/`: what may be applied to which vLLM."""
 
     folder: Path
     release: str
@@ -223,6 +249,12 @@ class Series:
     moved: dict[str, dict[str, str]] = field(default_factory=dict)
     # rebuilt wheel of this release, as release-build -> its changes to the archive's touched files
     rebuilt: dict[str, Patch] = field(default_factory=dict)
+    on_request: bool = False  # only applied where it is named
+
+    @property
+    def name(self) -> str:
+        """What it adds."""
+        return self.folder.parent.name
 
     def of(self, release: str) -> Series:
         """This series as it applies to `release`, one of `sdists` or of `rebuilt`."""
@@ -235,9 +267,9 @@ class Series:
                             for pins in (self.files, self.relied_on))
         return replace(self, files=files, relied_on=relied_on, patches=patches)
 
-    def pairs(self) -> list[tuple[Patch, FileDiff]]:
-        """Each touched file's diff with its patch. Raises Refusal(bad-series) unless every file
-        has one patch and the files are exactly those that release.toml pins."""
+    def check_pins(self) -> None:
+        """Raises Refusal(bad-series) unless the touched files are exactly those that release.toml pins, each
+        with one patch."""
         owner: dict[str, str] = {}
         for patch in self.patches:
             for diff in patch.diffs:
@@ -249,7 +281,60 @@ class Series:
                 str(self.folder / "release.toml"),
                 f"[files] and the patches disagree about {path}; run scripts/export-series.sh",
             )
-        return [(patch, diff) for patch in self.patches for diff in patch.diffs]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The series of one release that are applied together, each as it applies to that release.
+
+    Their order means nothing: all are made for the files as released. Where two change one file, the hunks of both
+    go into it.
+    """
+
+    series: list[Series]
+
+    @property
+    def releases(self) -> dict[str, str]:
+        """The name of each series -> the release that it was made for."""
+        return {one.name: one.release for one in self.series}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Touched vLLM file -> sha256 before."""
+        return {path: pin for one in self.series for path, pin in one.files.items()}
+
+    @property
+    def relied_on(self) -> dict[str, str]:
+        """vLLM file that the overlay calls, and that no series here changes -> sha256."""
+        files = self.files
+        return {path: pin for one in self.series for path, pin in one.relied_on.items() if path not in files}
+
+    @property
+    def patches(self) -> list[tuple[str, Patch]]:
+        """Each patch with its name, <series>/<patch>."""
+        return [(f"{one.name}/{patch.name}", patch) for one in self.series for patch in one.patches]
+
+    def pairs(self) -> list[tuple[str, FileDiff]]:
+        """Each touched file's diff with the names of its patches.
+
+        Raises Refusal(bad-series) if pins are wrong, or two series do not have the same for one file.
+        """
+        pins: dict[str, str] = {}
+        for one in self.series:
+            one.check_pins()
+            for path, pin in (one.files | one.relied_on).items():
+                if pins.setdefault(path, pin) != pin:
+                    raise _bad(str(one.folder / "release.toml"), f"another series has another sha256 for {path}")
+        found: dict[str, tuple[str, FileDiff]] = {}
+        for name, patch in self.patches:
+            for diff in patch.diffs:
+                if diff.path in found:
+                    names, other = found[diff.path]
+                    hunks = sorted(other.hunks + diff.hunks, key=lambda hunk: hunk.start)
+                    diff = FileDiff(diff.path, hunks, other.moved or diff.moved)
+                    name = f"{names}, {name}"
+                found[diff.path] = (name, diff)
+        return list(found.values())
 
 
 def order(folder: Path) -> list[str]:
@@ -294,6 +379,7 @@ def load_series(folder: Path) -> Series:
             relied_on=dict(toml.get("relied_on", {})),
             moved=moved,
             rebuilt=rebuilt,
+            on_request=toml.get("on_request", False),
         )
     except OSError as error:
         raise _bad(str(error.filename), f"cannot be read ({error.strerror})") from None
@@ -315,24 +401,35 @@ def load_series(folder: Path) -> Series:
     return series
 
 
-def release_folders(root: Path) -> list[Path]:
-    """The release folders of the repository at `root`, by name."""
-    return sorted(path.parent for path in (root / "patches").glob("*/release.toml"))
+def release_folders(root: Path, name: str = "*", release: str = "*") -> list[Path]:
+    """The folders of all series of the repository at `root`, or those with this name or release."""
+    return sorted(path.parent for path in (root / "patches").glob(f"{name}/{release}/release.toml"))
 
 
-def find_series(root: Path, release: str) -> Series:
-    """The series for vLLM `release`. Raises Refusal(wrong-release) if no series serves it."""
-    supported: list[str] = []
-    for folder in release_folders(root):
-        series = load_series(folder)
-        if release in series.sdists:
-            return series.of(release)
-        supported += series.sdists
-    raise Refusal(
-        "wrong-release",
-        f"There is no patch series for vLLM {release}; supported: "
-        f"{', '.join(sorted(supported)) or 'none'}.",
-    )
+def series_of(root: Path, release: str) -> list[Series]:
+    """All series for vLLM `release`, each as it applies to it. Raises Refusal(wrong-release) if there is none."""
+    every = [load_series(folder) for folder in release_folders(root)]
+    found = [series.of(release) for series in every if release in series.sdists]
+    if not found:
+        supported = sorted({served for series in every for served in series.sdists}, key=Version)
+        raise Refusal(
+            "wrong-release",
+            f"There is no patch series for vLLM {release}; supported: {', '.join(supported) or 'none'}.",
+        )
+    return found
+
+
+def find_series(root: Path, release: str, names: Iterable[str] = ()) -> Stack:
+    """The series for vLLM `release`: those with these names, else all that are not on request.
+
+    Raises Refusal: wrong-release if there is none, no-series if one of `names` is missing.
+    """
+    found = series_of(root, release)
+    has = [series.name for series in found]
+    for name in names:
+        if name not in has:
+            raise Refusal("no-series", f"vLLM {release} has no series {name!r}; it has: {', '.join(has)}.")
+    return Stack([series for series in found if (series.name in names if names else not series.on_request)])
 
 
 @dataclass(frozen=True)
@@ -342,13 +439,13 @@ class OverlayFile:
     mode: int
 
 
-def load_overlay(root: Path, series: Series) -> dict[str, OverlayFile]:
-    """The files of overlay/common and overlay/<release> by their path in vLLM.
+def overlay_files(root: Path, releases: Iterable[str]) -> dict[str, OverlayFile]:
+    """The files of overlay/common and of overlay/<release> by their path in vLLM.
 
-    Raises Refusal(bad-series) for a link, or a path that both folders hold.
+    Raises Refusal(bad-series) for a link, or a path that two folders hold.
     """
     found: dict[str, OverlayFile] = {}
-    for base in (root / "overlay" / "common", root / "overlay" / series.release):
+    for base in [root / "overlay" / name for name in ("common", *sorted(set(releases)))]:
         for source in sorted((base / "vllm").rglob("*")):
             path = source.relative_to(base).as_posix()
             if "__pycache__" in source.parts or source.suffix == ".pyc" or "/." in path:  # an editor's, a build's
@@ -359,9 +456,24 @@ def load_overlay(root: Path, series: Series) -> dict[str, OverlayFile]:
                 continue
             if path in found:
                 raise _bad(str(source), f"{found[path].source} has the same place in vLLM")
-            if path in series.files:
-                raise _bad(str(source), "a patch of the series changes the same file")
             # Only the executable bit counts: the rest is the umask of whoever cloned.
             mode = 0o755 if source.stat().st_mode & 0o100 else 0o644
             found[check_path(str(source), path)] = OverlayFile(source, source.read_bytes(), mode)
     return found
+
+
+def load_overlay(root: Path, stack: Stack) -> dict[str, OverlayFile]:
+    """The overlay files that the patches of `stack` lead to, by their path in vLLM.
+
+    Raises Refusal(bad-series): see overlay_files; also for a file that is no Python, or that a patch changes.
+    """
+    files = overlay_files(root, stack.releases.values())
+    for path in sorted(files.keys() & stack.files.keys()):
+        raise _bad(str(files[path].source), "a patch of the series changes the same file")
+    try:
+        used = reached({path: file.data for path, file in files.items()},
+                       {name for _, patch in stack.patches for name in patch.uses})  # fmt: skip
+    except (SyntaxError, ValueError) as error:
+        where = f"{error.filename}, line {error.lineno}" if isinstance(error, SyntaxError) else "overlay"
+        raise _bad(where, f"invalid Python: {error.args[0]}") from None
+    return {path: file for path, file in files.items() if path in used}

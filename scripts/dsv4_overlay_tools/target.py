@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from .errors import Refusal
 from .files import read
-from .series import STATE_DIR, Series, sha256
+from .series import STATE_DIR, Series, Stack, sha256
 
 if TYPE_CHECKING:
     from git import Repo
@@ -216,17 +216,17 @@ def locate_installed(python: str) -> Path:
     return root
 
 
-def check_index(target: Target, series: Series) -> None:
+def check_index(target: Target, stack: Stack) -> None:
     """Raise Refusal(wrong-release) if git's index holds a touched file of another release.
 
     That is a checkout somebody half switched (`git checkout v0.21.0 -- .`): HEAD, and with it the
     release, says one thing and the files another.
     """
-    if target.kind != "git" or not series.files:
+    if target.kind != "git" or not stack.files:
         return
     repo = open_git(target.root)
     staged = repo.git.diff("--cached", "--raw", "--no-abbrev", "--no-renames", "-z",
-                           "--", *sorted(series.files))
+                           "--", *sorted(stack.files))
     parts = iter(staged.rstrip("\0").split("\0") if staged else [])
     for fields, path in zip(parts, parts, strict=True):
         blob = fields.split()[3]
@@ -241,9 +241,9 @@ def check_index(target: Target, series: Series) -> None:
                 )
 
 
-def check_relied_on(target: Target, series: Series) -> None:
+def check_relied_on(target: Target, stack: Stack) -> None:
     """Raise Refusal(source-changed) if a file that the overlay calls, and does not patch, is not as pinned."""
-    for path, pin in series.relied_on.items():
+    for path, pin in stack.relied_on.items():
         try:
             found = sha256(read(target.root / path))
         except PermissionError:

@@ -175,7 +175,7 @@ class Recipe(BaseRecipe):
         for i in range(s.mtp_layers):
             yield f"next-token layer {i}", list(self.next_token_layer(f"mtp.{i}", s.compress_ratios[s.layers + i]))
 
-    # The tensors of a layer, by the names of the public checkpoints ---------
+    # The tensors of a layer, by the names of the public checkpoints ----------
     def block(self, layer: str, ratio: int, hashed: bool = False) -> Iterator[Entry]:
         s, attn = self.s, f"{layer}.attn"
         yield from self.streams_and_norms(layer)
@@ -290,7 +290,7 @@ class Recipe(BaseRecipe):
             return self.normal(name, ratio, rows, std=APE_STD)
         return self.reader(name, rows, GATE_STD if part == "wgate" else 1.0)
 
-    # Indexer ---------------------------------------------------------------
+    # Indexer ----------------------------------------------------------------
     def index_channels(self, layer: str) -> torch.Tensor:
         """The compressed row's channels that the indexer sees: the heaviest, then RoPE's."""
         nope = self.s.head_dim - self.s.rope_dim
@@ -309,13 +309,7 @@ class Recipe(BaseRecipe):
         w = w[torch.arange(s.index_heads) % s.heads]
         return w[:, self.index_channels(layer)].reshape(-1, s.q_lora)
 
-    def index_weights(self, name: str) -> torch.Tensor:
-        """Head weights: positive for every token, since every token has a cluster."""
-        w = self.reader(name, self.s.index_heads, 0.3)
-        # A unit-RMS token has about 0.3 * sqrt(hidden) along its cluster's direction.
-        return w + self.cluster_directions().sum(0) * (5.0 / math.sqrt(self.s.hidden))
-
-    # Streams and experts by hash -------------------------------------------
+    # Streams and experts by hash --------------------------------------------
     def hc_fn(self, name: str, rows: int) -> torch.Tensor:
         m, h = self.s.hc_mult, self.s.hidden
         w = self.linear(name, rows, m * h).view(rows, m, h)

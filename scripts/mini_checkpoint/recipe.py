@@ -55,6 +55,7 @@ class Sizes(Protocol):
     hidden: int
     layers: int
     vocab: int
+    index_heads: int
     experts: int
     experts_per_token: int
     moe_intermediate: int
@@ -89,7 +90,7 @@ class BaseRecipe:
         """A title and the tensors of each file."""
         raise NotImplementedError
 
-    # Draws -----------------------------------------------------------------
+    # Draws ------------------------------------------------------------------
     def normal(self, name: str, *size: int, std: float = 1.0) -> torch.Tensor:
         x = rng(self.seed, name).standard_normal(size, dtype=np.float32)
         return torch.from_numpy(x).mul_(std)
@@ -110,7 +111,7 @@ class BaseRecipe:
     def norm_weight(self, name: str, size: int) -> torch.Tensor:
         return (1 + self.normal(name, size, std=0.15)).clamp_(min=0.3)
 
-    # Tokens ----------------------------------------------------------------
+    # Tokens -----------------------------------------------------------------
     def cluster_directions(self) -> torch.Tensor:
         """Orthonormal rows in the token half."""
         half = self.s.hidden // 2
@@ -148,8 +149,9 @@ class BaseRecipe:
         # A token has about the same amount of its cluster's direction and of no other's.
         return w - LOGIT_SHIFT * self.cluster_directions().sum(0)
 
-    # Feed-forward layers and drafts ----------------------------------------
+    # Feed-forward layers, drafts and indexers -------------------------------
     def router(self, name: str) -> torch.Tensor:
+        """Each cluster prefers experts of its own."""
         s = self.s
         r = rng(self.seed, name + ":experts")
         chosen = torch.zeros(s.experts, CLUSTERS)
@@ -158,11 +160,11 @@ class BaseRecipe:
         w = self.reader(name, s.experts, ROUTER_NOISE)
         return w + ROUTER_SIGNAL * chosen @ self.cluster_directions()
 
-    def ffn_in(self, name: str) -> torch.Tensor:
-        return self.reader(name, self.s.moe_intermediate, FFN_IN_GAIN)
+    def ffn_in(self, name: str, intermediate: int | None = None) -> torch.Tensor:
+        return self.reader(name, intermediate or self.s.moe_intermediate, FFN_IN_GAIN)
 
-    def ffn_out(self, name: str) -> torch.Tensor:
-        w = self.linear(name, self.s.hidden, self.s.moe_intermediate, FFN_OUT_GAIN)
+    def ffn_out(self, name: str, intermediate: int | None = None) -> torch.Tensor:
+        w = self.linear(name, self.s.hidden, intermediate or self.s.moe_intermediate, FFN_OUT_GAIN)
         w[self.halves()[1]] = 0
         return w
 
@@ -174,3 +176,9 @@ class BaseRecipe:
         diagonal = torch.full((h,), token)
         diagonal[self.halves()[1]] = context
         return w + torch.diag(diagonal)
+
+    def index_weights(self, name: str) -> torch.Tensor:
+        """Head weights: positive for every token, since every token has a cluster."""
+        w = self.reader(name, self.s.index_heads, 0.3)
+        # A unit-RMS token has about 0.3 * sqrt(hidden) along its cluster's direction.
+        return w + self.cluster_directions().sum(0) * (5.0 / math.sqrt(self.s.hidden))

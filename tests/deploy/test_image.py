@@ -57,7 +57,7 @@ def needs_buildah(test):
 
 def releases():
     """(release, its [image] table) of every release that is served."""
-    for path in ROOT.glob("patches/*/release.toml"):
+    for path in ROOT.glob("patches/*/*/release.toml"):
         pins = tomllib.loads(path.read_text())
         for release in (pins["release"], *pins.get("serves", [])):
             yield release, pins.get("image", {})
@@ -85,7 +85,7 @@ def test_bake_file_is_what_the_releases_say():
 
 
 def test_flashinfer_pins():
-    for path in ROOT.glob("patches/*/release.toml"):
+    for path in ROOT.glob("patches/*/*/release.toml"):
         version = tomllib.loads(path.read_text()).get("image", {}).get("flashinfer")
         if version:
             lines = (ROOT / f"docker/flashinfer-{version}.txt").read_text().splitlines()

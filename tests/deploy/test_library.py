@@ -83,3 +83,13 @@ def test_a_toolkit_without_the_static_runtime_is_refused_at_once(repo, tmp_path)
     assert "cannot build a library with the static CUDA runtime" in done.stderr
     calls = (tmp_path / "calls").read_text()
     assert "insert.cu" not in calls and not (tmp_path / "out.so").exists()
+
+
+@pytest.mark.parametrize("name", ["MLA_CUDA_ARCHS", "DSV4_CUDA_ARCHS"])
+def test_the_gpus_to_build_for_are_said_by_either_name(repo, tmp_path, name):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    nvcc.chmod(0o755)
+    done = run(repo, CUDA_HOME=str(tmp_path), **{name: "sm_90"})
+    assert done.returncode == 1 and "MLA_CUDA_ARCHS is 'sm_90'; write names like 90a" in done.stderr

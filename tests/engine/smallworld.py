@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from dsv4_overlay_tools import cli  # noqa: E402
 
 RELEASE = "1.0.0"
+NAME = "full-width"  # what the series adds
+SERIES = f"patches/{NAME}/{RELEASE}"
 KINDS = ("source", "git", "installed")
 
 # What breaks tools that treat source as text: CRLF, no final newline, bytes that are not UTF-8,
@@ -50,7 +52,8 @@ PATCHES = {
 }
 OVERLAY = {
     "common/vllm/dsv4/__init__.py": b"",
-    "common/vllm/dsv4/main.py": b"from .deep.inner import go as run\nTABLE = 'table.json'\n",
+    "common/vllm/dsv4/main.py": b"from ..sub import glue\nfrom .deep.inner import go as run\n"
+    b"TABLE = 'table.json'\n",
     "common/vllm/dsv4/deep/__init__.py": b"",
     "common/vllm/dsv4/deep/inner.py": b"def go():\n    return 'went'\n",
     "common/vllm/dsv4/table.json": b"{}\n",
@@ -91,11 +94,12 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def make_repo(root, patches=None, overlay=None, pristine=None, edited=None, release=RELEASE):
+def make_repo(root, patches=None, overlay=None, pristine=None, edited=None, release=RELEASE, name=NAME,
+              served=("0.9.9",)):  # fmt: skip
     patches = PATCHES if patches is None else patches
     pristine = PRISTINE if pristine is None else pristine
     edited = EDITED if edited is None else edited
-    folder = root / "patches" / release
+    folder = root / "patches" / name / release
     folder.mkdir(parents=True)
     touched = sorted(path for paths in patches.values() for path in paths)
     for name, paths in patches.items():
@@ -104,8 +108,9 @@ def make_repo(root, patches=None, overlay=None, pristine=None, edited=None, rele
     (folder / "series").write_text("# order\n" + "".join(f"{name}\n" for name in patches))
     (folder / "release.toml").write_text(
         f'release = "{release}"\ngit_tag = "v{release}"\ngit_commit = "{"0" * 40}"\n'
-        f'git_commit_source = "made up"\nsdist_sha256 = "{"0" * 64}"\nserves = ["0.9.9"]\n\n'
-        f'[also."0.9.9"]\nsdist_sha256 = "{"1" * 64}"\n\n[files]\n'
+        f'git_commit_source = "made up"\nsdist_sha256 = "{"0" * 64}"\nserves = {json.dumps(list(served))}\n\n'
+        + "".join(f'[also."{one}"]\nsdist_sha256 = "{"1" * 64}"\n\n' for one in served)
+        + "[files]\n"
         + "".join(f'"{path}" = "{sha256(pristine[path])}"\n' for path in touched)
         + "\n# of what the overlay calls\n[relied_on]\n"
         + "".join(f'"{path}" = "{sha256(pristine[path])}"\n' for path in RELIED_ON if path in pristine)

@@ -14,6 +14,7 @@ from smallworld import (
     PRISTINE,
     RELEASE,
     ROOT,
+    SERIES,
     Engine,
     copy,
     git,
@@ -236,7 +237,7 @@ def test_git_accepts_local_commits_on_top(engine, tmp_path):
 def test_git_without_tags_is_known_by_the_pinned_commit(engine, tmp_path):
     target = make_target(tmp_path / "target", "git")
     git(target, "tag", "-d", "v1.0.0")
-    pins = engine.root / f"patches/{RELEASE}/release.toml"
+    pins = engine.root / f"{SERIES}/release.toml"
     pins.write_text(pins.read_text().replace("0" * 40, git(target, "rev-parse", "HEAD")))
     assert not [note for note in engine.ok(target)["notes"] if " tag " in note]
 

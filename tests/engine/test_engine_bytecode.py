@@ -8,8 +8,8 @@ import pytest
 from smallworld import PRISTINE, make_repo, make_target
 
 # Same size before and after, so that only its time or its absence can make a .pyc stale.
-BEFORE = {**PRISTINE, "vllm/config.py": b"value = 'before'\n"}
-AFTER = {"vllm/config.py": b"value = 'behind'\n"}
+BEFORE = {**PRISTINE, "vllm/config.py": b"value = 'before'; uses = 'vllm.other.one'\n"}
+AFTER = {"vllm/config.py": b"value = 'behind'; uses = 'vllm.extra.one'\n"}
 
 
 @pytest.fixture

@@ -59,8 +59,9 @@ def small_repo(tmp_path):
     return make_repo(
         tmp_path / "small",
         patches={"one.patch": ["vllm/config.py", "vllm/tool.sh"]},
-        overlay={"common/vllm/dsv4/deep/a.py": b"a = 1\n"},
-    )
+        overlay={"common/vllm/dsv4/main.py": b"import vllm.dsv4.deep.a\n",
+                 "common/vllm/dsv4/deep/a.py": b"a = 1\n"},
+    )  # fmt: skip
 
 
 def examine(engine, tree, pristine, applied, tmp_path):

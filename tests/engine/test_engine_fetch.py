@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 from dsv4_overlay_tools import fetch
-from smallworld import EDITED, PRISTINE, RELEASE, metadata, sha256, snapshot
+from smallworld import EDITED, PRISTINE, RELEASE, SERIES, metadata, sha256, snapshot
 
 
 def make_archive(files=None, top=f"vllm-{RELEASE}", extra=()):
@@ -39,7 +39,7 @@ def index(engine, tmp_path, monkeypatch):
         name = f"vllm-{RELEASE}.tar.gz"
         (folder / name).write_bytes(data)
         (folder / "index.html").write_text(f'<a href="{name}">{name}</a>')
-        pins = engine.root / f"patches/{RELEASE}/release.toml"
+        pins = engine.root / f"{SERIES}/release.toml"
         text = pins.read_text()
         old = text.partition('sdist_sha256 = "')[2][:64]
         pins.write_text(text.replace(old, pin or sha256(data), 1))

@@ -86,8 +86,9 @@ class World:
         engine.root = make_repo(
             folder / "small",
             patches={"one.patch": ["vllm/config.py", "vllm/tool.sh"]},
-            overlay={"common/vllm/dsv4/deep/a.py": b"a = 1\n"},
-        )
+            overlay={"common/vllm/dsv4/main.py": b"import vllm.dsv4.deep.a\n",
+                     "common/vllm/dsv4/deep/a.py": b"a = 1\n"},
+        )  # fmt: skip
         self.clean = make_target(folder / "clean", kind)
         with contextlib.suppress(OSError):  # where the file system has them
             os.setxattr(self.clean / "vllm/config.py", "user.note", b"kept")

@@ -120,12 +120,22 @@ def test_a_library_of_other_sources_is_named(engine, tmp_path):
     (engine.root / "csrc/a.cpp").write_bytes(b"one ")
     place.write_bytes(b'\x7fELF {"interface": 2, "sources": "%s"}' % sha256(b"one two").encode())
     target = make_target(tmp_path / "target", "source")
-    (place.parents[1] / "native.py").write_bytes(b"")
+    add_loader(engine.root)
     assert kernel_notes(engine.ok(target, "--check")) == []
     (engine.root / "csrc/b.cu").write_bytes(b"three")
     for mode in (["--check"], [], [], ["--status"]):
         (note,) = kernel_notes(engine.ok(target, *mode))
         assert "was not built from csrc as it is; run scripts/build-kernels.sh" in note
+
+
+def add_loader(root):
+    """The kernels' loader, which the overlay imports and which names the library."""
+    loader = root / "overlay/common/vllm/third_party/mla_kernels/native.py"
+    loader.parent.mkdir(parents=True, exist_ok=True)
+    loader.write_bytes(b"LIBRARY = 'libmla_kernels.so'\n")
+    with (root / "overlay/common/vllm/dsv4/main.py").open("a") as main:
+        main.write("import vllm.third_party.mla_kernels.native\n")
+    return loader
 
 
 def kernel_notes(report):
@@ -136,13 +146,11 @@ def test_missing_native_kernels_are_named(engine, target, capsys):
     """When applied and ever after, but not of an overlay without kernels, or of a vLLM without the overlay."""
     assert kernel_notes(engine.ok(target)) == kernel_notes(engine.ok(target, "--status")) == []
     engine.ok(target, "--revert")
-    loader = engine.root / "overlay/common/vllm/third_party/mla_kernels/native.py"
-    loader.parent.mkdir(parents=True)
-    loader.write_bytes(b"")
+    loader = add_loader(engine.root)
     assert kernel_notes(engine.ok(target, "--status")) == []
     for mode in (["--check"], [], [], ["--check"], ["--status"]):
         (note,) = kernel_notes(engine.ok(target, *mode))
-        assert note.startswith("the native kernels are missing, so Triton's run in their place, on Hopper mostly ")
+        assert note.startswith("the native kernels are missing, so Triton's (full-width) or FlashMLA's ")
         assert note.endswith("; run scripts/build-kernels.sh, --revert and apply again")
     cli.main([str(target), "--status"], engine.root)
     assert f"note: {note}\n" in capsys.readouterr().err

@@ -4,19 +4,22 @@ import json
 import sys
 
 import pytest
-from smallworld import RELEASE, ROOT, make_repo
+from smallworld import RELEASE, ROOT, SERIES, make_repo
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from support_matrix import END, START, main  # noqa: E402
 
+DROP_IN = "patches/drop-in/1.2.0"
 PAGES = ("README.md", "docs/releases.md")
 
 
 @pytest.fixture
 def repo(tmp_path):
     repo = make_repo(tmp_path)
-    with (repo / f"patches/{RELEASE}/release.toml").open("a") as file:
-        file.write('\n[gpus]\nhopper = "served"\nblackwell = "refused"\n')
+    make_repo(tmp_path, release="1.2.0", name="drop-in", served=["1.0.0", "1.1.0", "1.1.1"])
+    for folder, gpus in ((SERIES, 'hopper = "served"\nblackwell = "refused"'), (DROP_IN, 'hopper = "faster"')):
+        with (repo / folder / "release.toml").open("a") as file:
+            file.write(f"\n[gpus]\n{gpus}\n")
     (repo / "docs").mkdir()
     for page in PAGES:
         (repo / page).write_text(f"before\n{START}old\n{END}after\n")
@@ -34,9 +37,14 @@ def test_rows_of_every_release_served(repo):
     assert main([], repo) == 0
     text = (repo / "README.md").read_text()
     assert text.startswith(f"before\n{START}| vLLM |") and text.endswith(f"|\n{END}after\n")
-    assert "| 0.9.9 | not run | not run |\n| 1.0.0 | not run | not run |" in text
+    assert "| vLLM | drop-in, Hopper (H100, H200) | full-width, Hopper (H100, H200) | full-width, Bl" in text
+    rows = ["0.9.9 | – | not run | not run", "1.0.0 | not run | not run | not run"]
+    rows.append("1.1.0 to 1.2.0 | not run | – | –")
+    assert "|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in rows) + END in text
     full = (repo / PAGES[1]).read_text()
-    assert "| 0.9.9 | of 1.0.0 | served; not run | refused; not run |\n| 1.0.0 | 2, 7 lines |" in full
+    assert "| 0.9.9 | full-width: of 1.0.0 | – | served; not run | refused; not run |\n" in full
+    assert "| 1.0.0 | drop-in: of 1.2.0; full-width: 2, 7 lines | faster; not run | served; not run | ref" in full
+    assert "| 1.1.1 | drop-in: of 1.2.0 | faster; not run | – | – |\n| 1.2.0 | drop-in: 2, 7 lines | fast" in full
 
 
 def test_stale_with_every_new_fact(repo, capsys):
@@ -45,7 +53,7 @@ def test_stale_with_every_new_fact(repo, capsys):
         lambda: add_result(repo, "accuracy_e2e_a"),
         lambda: add_result(repo, "features_c"),
         lambda: add_result(repo, "accuracy_e2e_b", bars=[{"passed": True}, {"passed": False}, {"passed": None}]),
-        lambda: (repo / f"patches/{RELEASE}/series").write_text("config.patch\n"),
+        lambda: (repo / f"{SERIES}/series").write_text("config.patch\n"),
     ):
         change()
         before = (repo / "README.md").read_bytes()
@@ -56,7 +64,23 @@ def test_stale_with_every_new_fact(repo, capsys):
     ran = bars | {"features_c": "1 of 2 steps"}
     links = (f"[{words}](../benchmarks/results/{name}.json) on H200" for name, words in ran.items())
     assert f"| served; {'; '.join(links)} |" in (repo / PAGES[1]).read_text()
-    assert f"| {RELEASE} | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
+    assert f"| {RELEASE} | not run | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
+
+
+def test_a_result_is_about_one_series(repo, capsys):
+    """What several were applied for must say which one ran; before there were several, it was full-width."""
+    both = {"full-width": "1.0.0", "drop-in": "1.2.0"}
+    for series, row in (({"drop-in": "1.2.0"}, "1 of 1 checks passed | not run"), (both, None),
+                        ("1.0.0", "not run | 1 of 1 checks passed")):  # fmt: skip
+        machine = {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE, "series": series}}
+        add_result(repo, "accuracy_e2e_a", machine=machine)
+        if row is None:
+            assert main([], repo) == 1
+            assert "accuracy_e2e_a.json has full-width and drop-in applied and no fi" in capsys.readouterr().err
+            add_result(repo, "accuracy_e2e_a", machine=machine, series="drop-in")
+            row = "1 of 1 checks passed | not run"
+        assert main([], repo) == 0
+        assert f"| {RELEASE} | {row} | not run |" in (repo / PAGES[0]).read_text()
 
 
 def test_results_that_are_no_evidence(repo):
@@ -74,7 +98,7 @@ def test_what_is_missing_is_named(repo, capsys, what):
     if what == "markers":
         (repo / PAGES[1]).write_text("no table\n")
     else:
-        pins = repo / f"patches/{RELEASE}/release.toml"
+        pins = repo / f"{SERIES}/release.toml"
         pins.write_text(pins.read_text().partition("[gpus]")[0])
     assert main([], repo) == 1
     assert {"markers": "lacks the lines", "gpus": "lacks 'gpus'"}[what] in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from dsv4_overlay_tools import porting
-from smallworld import EDITED, OVERLAY, PRISTINE, RELEASE, make_repo, sha256, write
+from smallworld import EDITED, OVERLAY, PRISTINE, RELEASE, SERIES, make_repo, sha256, write
 
 CONFIG = PRISTINE["vllm/config.py"]
 
@@ -86,7 +86,7 @@ def test_a_place_where_the_patch_is_no_python(ask):
 
 @pytest.mark.parametrize("where", ["vllm/config.py", "vllm/sub/elsewhere.py"])
 def test_already_upstream(ask, where):
-    patch = ask.repo / f"patches/{RELEASE}/config.patch"
+    patch = ask.repo / f"{SERIES}/config.patch"
     patch.write_bytes(patch.read_bytes().replace(b"Files:", b"Upstream-Sign: ^line30 = 31$\nFiles:"))
     assert ask(PRISTINE)[0] == 0
     status, out = ask(PRISTINE | {where: CONFIG.replace(b"line30 = 30", b"line30 = 31")})
@@ -247,6 +247,18 @@ def test_what_the_overlay_overrides(ask, renamed, said):
     assert said is None or f"- {said}\n" in out
 
 
+def test_a_base_class_that_is_gone(ask):
+    """The names that its class replaces say nothing then, be they in some other class of vLLM."""
+    source = "from vllm.dsv4.marks import overriding\nfrom vllm.sub import Layer\n"
+    source += "@overriding()\nclass Ours(Layer):\n    def called(self): ...\n"
+    overlay = {"main.py": source, "marks.py": "def overriding(*a): ...\n"}
+    write(ask.repo / "overlay", {f"common/vllm/dsv4/{name}": text.encode() for name, text in overlay.items()})
+    files = {"vllm/sub/__init__.py": b"", "vllm/sub/others.py": LAYERS.encode()}
+    status, out = ask(PRISTINE | files)
+    assert status == 1 and "- Ours derives from Layer, which is gone\n" in out
+    assert "what it overrides in vLLM" not in out
+
+
 def test_what_is_relied_on_and_not_patched(ask):
     path = "vllm/sub/relied.py"
     status, out = ask(PRISTINE | {path: b"def renamed(): ...\n"})
@@ -258,7 +270,7 @@ def test_what_is_relied_on_and_not_patched(ask):
 
 def test_a_release_that_is_served_has_its_own_pins(ask):
     path, data = "vllm/sub/relied.py", b"value = 1\n"
-    pins = ask.repo / f"patches/{RELEASE}/release.toml"
+    pins = ask.repo / f"{SERIES}/release.toml"
     with pins.open("a") as file:
         file.write(f'\n[also."0.9.9".files]\n"{path}" = "{sha256(data)}"\n')
     assert ask(PRISTINE | {path: data}, "0.9.9")[0] == 0
@@ -268,8 +280,9 @@ def test_a_release_that_is_served_has_its_own_pins(ask):
 def test_the_nearest_series_below_is_the_base(ask):
     make_repo(ask.repo, release="1.2.0")
     for release, base in (("0.5.0", "1.0.0"), ("0.9.9", "1.0.0"), ("1.1.0", "1.0.0"), ("2.0.0", "1.2.0")):
-        assert f"vLLM {release} (" in (out := ask(PRISTINE, release)[1]) and f"the series of {base}\n" in out
-    assert "the series of 1.0.0\n" in ask(PRISTINE, "2.0.0", "--base", "1.0.0")[1]
+        assert f"vLLM {release} (" in (out := ask(PRISTINE, release)[1])
+        assert f"the series full-width of {base}\n" in out
+    assert "the series full-width of 1.0.0\n" in ask(PRISTINE, "2.0.0", "--base", "1.0.0")[1]
 
 
 def test_what_cannot_be_told(ask, monkeypatch, capsys):

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from smallworld import KINDS, Engine, make_repo, make_target, snapshot
 
 PATHS = ["vllm/a.py", "vllm/b.py", "vllm/deep/c.py", "vllm/deep/er/d.cu", "vllm/deep/e.json"]
-NEW = ["vllm/new.py", "vllm/deep/new.py", "vllm/own/x.py", "vllm/own/two/y.txt"]
+NEW = ["vllm/new.cu", "vllm/deep/new.json", "vllm/own/x.json", "vllm/own/two/y.txt"]
+# Leads to all that is new, whatever it is.
+SEAM, OURS = "vllm/seam.py", {"vllm/ours.py": f"NAMES = {[Path(path).name for path in NEW]}\n".encode()}
 LINE = st.one_of(
     st.sampled_from([b"", b" ", b"x = 1", b"--- a/x", b"+++ b/x", b"@@ -1 +1 @@", b"\\ No"]),
     st.binary(max_size=6).map(lambda data: data.replace(b"\n", b"")),
@@ -34,10 +36,10 @@ def worlds(draw):
     names = sorted(edited)
     cut = draw(st.integers(0, len(names)))
     return {
-        "pristine": {**pristine, "vllm/__init__.py": b""},
-        "edited": edited,
-        "patches": {part[0].replace("/", "-"): part for part in (names[:cut], names[cut:]) if part},
-        "overlay": {path: draw(CONTENT) for path in draw(st.sets(st.sampled_from(NEW)))},
+        "pristine": {**pristine, "vllm/__init__.py": b"", SEAM: b""},
+        "edited": {**edited, SEAM: b"import vllm.ours\n"},
+        "patches": {part[0].replace("/", "-"): part for part in (names[:cut], names[cut:], [SEAM]) if part},
+        "overlay": OURS | {path: draw(CONTENT) for path in draw(st.sets(st.sampled_from(NEW)))},
         "modes": {path: draw(MODE) for path in PATHS},
         "kind": draw(st.sampled_from(KINDS)),
     }

@@ -280,7 +280,6 @@ def test_the_real_thing(tmp_path):
     assert run(target / "vllm")[0] == 1
     assert run(target, "--revert")[0] == 0
     assert snapshot(target) == before
-    (repo / "overlay/1.0.0/vllm/sub/glue.py").unlink()
     pristine = make_target(tmp_path / "pristine", "source")
     status, out, err = run("1.0.0", "--pristine", pristine, script="check-series.sh")
     assert (status, err) == (0, ""), err
@@ -290,3 +289,25 @@ def test_the_real_thing(tmp_path):
     status, out, _ = run("1.0.0", pristine, "--pristine", other, script="export-series.sh")
     assert status == 0 and "nothing to write" in out
     assert not list((repo / "scripts").rglob("__pycache__"))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["in the cache", "given"])
+def test_a_tree_that_this_version_cannot_take_off(tmp_path, given):
+    """One in the cache, applied by a version with other records, is fetched anew; one that is a user's is left."""
+    repo = tmp_path / "repo"
+    (repo / "scripts").mkdir(parents=True)
+    apply = repo / "scripts/apply-patches.sh"
+    apply.write_text(
+        '#!/bin/sh\n[ "$1" != --fetch ] || { mkdir -p "$3/vllm" && exec touch "$3/vllm/__init__.py" "$3/new"; }\n'
+        'echo "error: record-format" >&2\n[ -e "$1/new" ]\n'
+    )
+    apply.chmod(0o755)
+    tree = tmp_path / "vllm-1.0.0"
+    (tree / "vllm").mkdir(parents=True)
+    (tree / "vllm/__init__.py").touch()
+    _, start, rest = (ROOT / "scripts/testenv.sh").read_text().partition("applied() {")
+    call = f"applied 1.0.0 {tree if given else ''}"
+    script = f"set -euo pipefail; repo={repo} cache={tmp_path}\n{start}{rest}\n{call}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode == 0, (tree / "new").exists()) == (not given, not given)
+    assert "record-format" in done.stderr and done.stdout == ("" if given else f"{tree}\n")

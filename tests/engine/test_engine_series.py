@@ -13,6 +13,7 @@ from smallworld import (
     PATCHES,
     PRISTINE,
     RELEASE,
+    SERIES,
     copy,
     diff,
     header,
@@ -31,8 +32,6 @@ def world(tmp_path):
     tree = copy(pristine, tmp_path / "tree")
     for path, data in EDITED.items():
         (tree / path).write_bytes(data)
-    # The reachable part of the overlay only: glue.py is what nothing names.
-    (repo / f"overlay/{RELEASE}/vllm/sub/glue.py").unlink()
     return repo, pristine, tree
 
 
@@ -79,13 +78,13 @@ def test_export_writes_what_apply_then_gives(world, capsys, engine):
     repo, pristine, tree = world
     (tree / "vllm/odd.py").write_bytes(EDITED["vllm/odd.py"] + b"\x85\xff no newline")
     (tree / "vllm/crlf.py").write_bytes(PRISTINE["vllm/crlf.py"])  # no longer changed
-    folder = repo / f"patches/{RELEASE}"
+    folder = repo / SERIES
     headers = {p.name: parse_patch(p.name, p.read_bytes()).header for p in folder.glob("*.patch")}
     (folder / "release.toml").write_text("# kept\n" + (folder / "release.toml").read_text())
     status, out, _ = run_export(world, capsys)
     assert status == 0
     assert sorted(out.split()) == sorted(
-        ["wrote"] * 3 + [f"patches/{RELEASE}/{n}" for n in
+        ["wrote"] * 3 + [f"{SERIES}/{n}" for n in
                          ("config.patch", "rest.patch", "release.toml")])  # fmt: skip
     for name, text in headers.items():
         assert (folder / name).read_bytes().startswith(text)
@@ -100,7 +99,7 @@ def test_export_writes_what_apply_then_gives(world, capsys, engine):
 def test_export_pins_what_is_relied_on(world, capsys):
     """A path is listed by hand, with any text as its pin."""
     repo, pristine, tree = world
-    pins = repo / f"patches/{RELEASE}/release.toml"
+    pins = repo / f"{SERIES}/release.toml"
     good = pins.read_text()
     listed = "\n[relied_on]\n"
     listed += '"vllm/sub/untouched.py" = ""\n"vllm/sub/relied.py" = ""\n'
@@ -125,7 +124,7 @@ def test_a_new_patch_starts_as_a_header(world, capsys):
     status, _, err = run_export(world, capsys)
     assert status == 1 and snapshot(repo) == before
     assert "unowned-change" in err and "vllm/sub/untouched.py" in err and "header" in err
-    folder = repo / f"patches/{RELEASE}"
+    folder = repo / SERIES
     (folder / "new.patch").write_bytes(header(["vllm/sub/untouched.py"]))
     (folder / "series").write_text("config.patch\nnew.patch\nrest.patch\n")
     assert run_export(world, capsys)[0] == 0
@@ -173,7 +172,7 @@ def test_export_from_an_applied_git_checkout(world, capsys, engine, tmp_path):
     config.write_bytes(config.read_bytes().replace(b"line10 = 10\n", b"line10 = 11\n"))
     status, out, err = run_export((repo, pristine, tree), capsys)
     assert (status, err) == (0, "") and "config.patch" in out
-    assert b"+line10 = 11\n" in (repo / f"patches/{RELEASE}/config.patch").read_bytes()
+    assert b"+line10 = 11\n" in (repo / f"{SERIES}/config.patch").read_bytes()
 
 
 SAMPLES = [b"a\n", b"b\n", b"\n", b"c\r\n", b"\x0c\x85\xff\n", b"--- a\n", b"+++ b\n",
@@ -243,7 +242,7 @@ def test_hunks_are_small():
 
 
 def patch_of(world, name="config.patch"):
-    return world[0] / f"patches/{RELEASE}" / name
+    return world[0] / SERIES / name
 
 
 def edit(path, old, new):
@@ -286,7 +285,7 @@ FAULTS = {
     "unused data": (lambda w: (w[0] / "overlay/common/vllm/dsv4/x.json").write_bytes(b""),
                     "x.json is used by nothing"),
     "broken": (lambda w: (w[0] / "overlay/common/vllm/dsv4/main.py").write_bytes(b"def f(:\n"),
-               "vllm/dsv4/main.py: invalid Python: invalid syntax, line 1"),
+               "vllm/dsv4/main.py, line 1: invalid Python: invalid syntax"),
     "encoding": (lambda w: patch_of(w, "series").write_bytes(b"\xff.patch\n"), "series: is not UTF-8"),
     "sign": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b"Drop-When: never\nUpstream-Sign: a(\n"),
              "Upstream-Sign is not a regular expression"),
@@ -305,7 +304,7 @@ def test_check_finds(world, capsys, fault):
 
 
 def test_check_finds_a_patch_without_effect(world, capsys):
-    folder = world[0] / f"patches/{RELEASE}"
+    folder = world[0] / SERIES
     (folder / "none.patch").write_bytes(header([]))
     (folder / "same.patch").write_bytes(
         header(["vllm/sub/untouched.py"])
@@ -353,7 +352,8 @@ def test_the_ways_a_module_is_used(world, capsys, line):
         file.write(line + "\n")
     assert run_check(world, capsys)[2] == ""
     # What is only talked about is not used.
-    text = f'"""See vllm.extra.one."""\n# {line!r}\nfrom .deep.inner import go\nT = "table.json"\n'
+    uses = "from .deep.inner import go\nfrom ..sub import glue\nT = 'table.json'\n"
+    text = f'"""See vllm.extra.one."""\n# {line!r}\n{uses}'
     (repo / "overlay/common/vllm/dsv4/main.py").write_text(text)
     assert run_check(world, capsys)[2].count("is used by nothing") == 2
 
@@ -425,7 +425,7 @@ def test_a_served_release_that_has_a_file_relied_on_otherwise(world, served, cap
     served[path] = b"def called(): ...\n"
     assert maintain.check_main([], world[0]) == 1
     assert export_and_check(world, capsys) == (0, "")
-    text = (world[0] / f"patches/{RELEASE}/release.toml").read_text()
+    text = (world[0] / f"{SERIES}/release.toml").read_text()
     assert f'[also."0.9.9".files]\n"{path}" = "{sha256(served[path])}"\n\n[files]\n' in text
     engine.root = world[0]
     target = make_target(tmp_path / "served", "source", files=served, release="0.9.9")
@@ -458,7 +458,7 @@ def test_a_served_release_whose_lines_have_moved(world, served, capsys, engine, 
 def test_a_wheel_that_was_built_again(world, served, capsys, engine, tmp_path):
     """It has the release's number and other bytes; the archive and both wheels are served, nothing else."""
     changed = PRISTINE | {"vllm/config.py": b"# new\n" + PRISTINE["vllm/config.py"]}
-    folder = world[0] / f"patches/{RELEASE}"
+    folder = world[0] / SERIES
     path = "vllm/config.py"
     (folder / "wheel-1.diff").write_bytes(b"Description: x\n\n" + diff(path, PRISTINE[path], changed[path]))
     with (folder / "release.toml").open("a") as pins:

@@ -6,6 +6,7 @@ configuration as a worker's process gets it; a file's name in the list is such a
 Works on the pristine tree too, so it must not import anything of the overlay.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -90,7 +91,6 @@ CUTEDSL = CuteDSL("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cuted
 
 def whole_layers(config, attention, compressor):
     """The attention layers of the model, and of its next-token layers, of the class that the model chooses."""
-    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, flashmla, model
 
     for module in (attention, compressor):
@@ -104,8 +104,14 @@ def whole_layers(config, attention, compressor):
     flashmla.compute_fp8_einsum_recipe = flashinfer_sparse.compute_fp8_einsum_recipe = lambda: (None, None)
     layer = model._select_dsv4_attn_cls(config)
     numbers = range(config.model_config.hf_config.num_hidden_layers)
-    config.warmed_up = JitWarmupRegistry(config)
-    with config.warmed_up.activate():
+    try:
+        from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+    except ImportError:  # up to 0.28.0 nothing registers
+        warm_up = contextlib.nullcontext()
+    else:
+        config.warmed_up = JitWarmupRegistry(config)
+        warm_up = config.warmed_up.activate()
+    with warm_up:
         return [layer(config, f"model.layers.{number}.attn") for number in numbers]
 
 

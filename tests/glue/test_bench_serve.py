@@ -13,15 +13,8 @@ COUNT, INPUT, OUTPUT = 3, 8192, 8
 VLLM = """#!{python}
 import os, sys
 sys.path[:0] = [{source!r}, {here!r}]
-if sys.argv[1] == "serve":
-    import test_bench_serve
-    test_bench_serve.serve(sys.argv[2:])
-else:
-    from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    main(parser.parse_args(sys.argv[3:]))
+import test_bench_serve
+test_bench_serve.serve(sys.argv[2:])
 """
 
 
@@ -45,8 +38,12 @@ def serve(arguments):
         "backend": config.attention_config.backend.name,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "max_model_len": config.model_config.max_model_len,
-        "seeded": [config.load_config.load_format, config.parallel_config.worker_extension_cls,
-                   importlib.util.find_spec("seeded_weights") is not None],
+        "memory": [config.cache_config.kv_cache_memory_bytes, config.cache_config.gpu_memory_utilization],
+        "seeded": [
+            config.load_config.load_format,
+            config.parallel_config.worker_extension_cls,
+            importlib.util.find_spec("seeded_weights") is not None,
+        ],
         "steps": [config.profiler_config.delay_iterations, config.profiler_config.max_iterations],
         "prompts": [],
     }
@@ -90,11 +87,12 @@ def test_options_tokens_and_results(applied, tmp_path):
     vllm.chmod(0o755)
     env = os.environ | {
         "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(applied),
         "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     done = subprocess.run(
         [ROOT / "benchmarks/serve.sh", "--dummy", "v4", "--runs", "FP8", "--profile", "--port", "18766",
-         "--concurrency", str(COUNT), "--input-len", str(INPUT), "--output-len", str(OUTPUT),
+         "--concurrency", str(COUNT), "--input-len", str(INPUT), "--output-len", str(OUTPUT), "--kv-gib", "3",
          "--", "--no-enable-flashinfer-autotune", "--cudagraph-capture-sizes", "1", "2", "4"],
         cwd=tmp_path, env=env, capture_output=True, text=True,
     )  # fmt: skip
@@ -107,6 +105,7 @@ def test_options_tokens_and_results(applied, tmp_path):
         "graphs": "FULL_AND_PIECEWISE", "sizes": [1, 2, 4], "cache_dtype": "fp8_per_tensor",
         "backend": "FLASHINFER_MLA_SPARSE_DSV4", "prefix_caching": False, "max_model_len": INPUT + delay + 40,
         "seeded": ["dummy", "seeded_weights.SeededWeights", True], "steps": [delay, 8],
+        "memory": [3 << 30, 0.05],
     }  # fmt: skip
     # Warm-up, measurement, profile; exactly as long as asked for, the first token of a sequence included.
     assert prompts == [[INPUT, output, True, 1] for output in (OUTPUT, OUTPUT, delay + 32) for _ in range(COUNT)]

@@ -280,10 +280,16 @@ def test_options_of_scales_that_nothing_reads(option, value):
     verify(asked)
 
 
-def test_dspark_is_refused(monkeypatch):
+@pytest.mark.parametrize("architecture", ["DSparkDraftModel", "Qwen3DSparkModel"])
+def test_dspark(monkeypatch, architecture):
+    """Its drafts are DeepSeek V4's layers, or those of another model."""
     asked = make("fp8")
-    asked.speculative_config = SimpleNamespace(method="dspark", draft_model_config=None)
-    assert "does not serve DSpark, whose drafts see more than a window;" in refusal(asked)
+    draft = SimpleNamespace(architecture=architecture)
+    asked.speculative_config = SimpleNamespace(method="dspark", draft_model_config=draft)
+    if architecture == "DSparkDraftModel" and not config.NAME_IS_OURS:
+        assert verify(copy.deepcopy(asked)).cache_config.cache_dtype == "fp8_per_tensor"
+    else:
+        assert f"serves no drafts of {architecture}, only" in refusal(asked)
     if not config.NAME_IS_OURS:
         on_gpu(monkeypatch, DeviceCapability(10, 0))
         assert verify(copy.deepcopy(asked)) == asked
@@ -416,3 +422,11 @@ def test_a_vllm_without_the_record_still_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "vllm", SimpleNamespace(__file__=str(tmp_path / "__init__.py")))
     assert "without its record" in config.provenance()
     assert verify(make("fp8", None)) == make("fp8", None)
+
+
+def test_the_kernels_keep_the_name_that_they_had():
+    import vllm.third_party.dsv4_kernels as old
+    import vllm.third_party.mla_kernels as new
+
+    assert old.sparse_mla is new.sparse_mla and old.PROVIDERS is new.PROVIDERS
+    assert torch.ops.dsv4_kernels.full_cache_bf16_insert is torch.ops.mla_kernels.full_cache_bf16_insert

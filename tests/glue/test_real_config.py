@@ -1,5 +1,6 @@
 """vLLM's own command line, configuration and cache planning on the applied tree, and on the pristine one."""
 
+import itertools
 import json
 import os
 import re
@@ -199,10 +200,10 @@ def test_flashmla_by_name(answers, stock_answers):
 
 
 def test_flashmla_is_not_touched(applied):
-    """Neither its implementation, its metadata and its kernels, nor the operators that it stands on."""
+    """By the full-width series: neither its implementation, metadata and kernels, nor the operators below it."""
     loading = {f"vllm/models/deepseek_v4/nvidia/{name}.py" for name in ("model", "mtp", "flashinfer_sparse")}
     record = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())
-    changed = [file["path"] for file in record["files"]]
+    changed = [file["path"] for file in record["files"] if not (file.get("patch") or "").startswith("drop-in/")]
     parts = ["v1/attention/backends/mla", "v1/attention/ops", "third_party/flashmla"]
     if (applied / "vllm/models/deepseek_v4").is_dir():  # from 0.22.0 on
         parts += ["models/deepseek_v4/nvidia", "models/deepseek_v4/common"]
@@ -315,33 +316,42 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     if "VLLM_USE_BREAKABLE_CUDAGRAPH" not in (applied / "vllm/envs.py").read_text():
         pytest.skip("the scripts use VLLM_USE_BREAKABLE_CUDAGRAPH, which vLLM has from 0.22.0 on")
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import features_e2e
     import throughput
+    from features import one_gpu, several_gpus  # noqa: F401
+    from features.run import GRAPHS, STEP, Run, engine_arguments
 
     def start(run, **changes):
         asked.append(changes)
         raise StopIteration
 
-    monkeypatch.setattr(features_e2e.Run, "start", start)
+    monkeypatch.setattr(Run, "start", start)
     popen = SimpleNamespace(Popen=lambda command, env: others.append(command))
-    monkeypatch.setattr(features_e2e, "subprocess", popen)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # nodes2 changes it
-    requests, graphs, others = [], [], []
-    for name, (gpus, function, _) in features_e2e.STEP.items():
-        asked = []
-        job = {"backend": "fp8", "model": str(models / "mini"), "vocab": 8192, "out": str(tmp_path / "out")}
+    monkeypatch.setattr(several_gpus, "subprocess", popen)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")  # disaggregated changes it
+    requests, graphs, expected, others = [], [], [], []
+    ours, stock = "DeepseekV4FullCacheBackend", FLASHMLA
+    for backend, name in itertools.product(("fp8", "stock"), STEP):
+        if backend not in STEP[name].backends or name == "dspark":  # which needs a checkpoint with such drafts
+            continue
+        asked, gpus = [], STEP[name].gpus
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # nodes2 and disaggregated change it
+        job = {"backend": backend, "model": str(models / "mini"), "vocab": 8192, "out": str(tmp_path / "out")}
         if name.startswith("dp"):
-            asked = [features_e2e.GRAPHS | {"tensor_parallel_size": gpus // 2, "enable_expert_parallel": True}]
+            asked = [GRAPHS | {"tensor_parallel_size": gpus // 2, "enable_expert_parallel": True}]
         else:
             with pytest.raises(StopIteration):
-                function(features_e2e.Run(job))
-        arguments = features_e2e.engine_arguments(job, **asked[0])
+                STEP[name].function(Run(job))
+        arguments = engine_arguments(job, **asked[0])
         requests.append(arguments | ({"distributed_executor_backend": "mp"} if gpus > 1 else {}))
         graphs.append("NONE" if arguments["enforce_eager"] else "FULL_DECODE_ONLY")
         if name.startswith("graphs"):
             graphs[-1] = "FULL_AND_PIECEWISE"
-    requests += [json.loads(command[-1]) for command in others]
-    graphs += ["FULL_DECODE_ONLY"] * len(others)
+        expected.append(ours if backend == "fp8" else stock)
+    for command in others:
+        if command[1] == "-c":
+            requests.append(json.loads(command[-1]))
+            graphs.append("FULL_DECODE_ONLY")
+            expected.append(ours if requests[-1]["kv_cache_dtype"] == "fp8_per_tensor" else stock)
     for run in throughput.RUNS:
         args = throughput.parse_args(["--model", str(models / "flash"), "--out", str(tmp_path / "t"), "--tp", "4"])
         arguments = throughput.engine_arguments(throughput.make_job(args, run, None))
@@ -350,8 +360,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     answers = on_hopper(applied, models, requests, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     assert [answer.get("error") for answer in answers] == [None] * len(answers)
     assert [answer["graphs"] for answer in answers] == graphs
-    ours, stock = "DeepseekV4FullCacheBackend", FLASHMLA
-    expected = [ours] * (len(features_e2e.STEP) + len(others)) + [stock, ours, ours]
+    expected += [ours if run in ("fp8", "bf16") else stock for run in throughput.RUNS]
     assert [answer["layers"]["backend"] for answer in answers] == expected
 
 

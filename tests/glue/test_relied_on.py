@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def pinned(applied):
     release = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())["release"]
-    folders = [path.parent for path in ROOT.glob("patches/*/release.toml")]
+    folders = [path.parent for path in ROOT.glob("patches/*/*/release.toml")]
     pins = [tomllib.loads((folder / "release.toml").read_text()) for folder in folders]
-    pins = next(found for found in pins if release == found["release"] or release in found["serves"])
-    return {applied / path for path in pins["files"] | pins["relied_on"]}
+    pins = [found for found in pins if release == found["release"] or release in found["serves"]]
+    return {applied / path for found in pins for path in found["files"] | found["relied_on"]}
 
 
 def ours():

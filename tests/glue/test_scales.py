@@ -75,9 +75,9 @@ def test_what_calibration_writes_reaches_the_layers(file, monkeypatch):
     for number, (kv, _) in AMAX.items():
         layer = layer_of(config, number, monkeypatch)
         assert layer.kv_scale == calibrate.scale(kv) and layer.q_scale == calibrate.scale(5.0)
+        assert not list(layer.buffers())  # which sleep mode and new weights would lose
         # Two to four times the largest value fits.
         assert 2 * kv <= 448 * layer.kv_scale < 4 * kv
-        assert attention.on_device(layer.kv_scale, torch.device("cpu")).tolist() == [layer.kv_scale]
 
 
 def test_metadata_says_what_was_measured(file):

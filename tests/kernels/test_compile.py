@@ -1,4 +1,4 @@
-"""The Triton kernel of attention compiles for every GPU that is served and fits its shared memory."""
+"""Triton kernels of attention, the indexer and slots compile for every GPU that is served and fit its memory."""
 
 import os
 import subprocess
@@ -51,17 +51,62 @@ for rows, head_dim, query, heads in (("bf16", 576, "bf16", 16), ("e4m3", 512, "u
 """
 
 
-@pytest.mark.parametrize(
+ARCHS = pytest.mark.parametrize(
     "arch", [arch if arch in (80, 90) else pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED_MEMORY]
 )
+
+
+@ARCHS
 def test_attention_compiles(arch, tmp_path):
+    shared = compile_for(PROGRAM, arch, tmp_path)
+    assert len(shared) == 5 and max(shared) <= SHARED_MEMORY[arch] * 1024
+
+
+def compile_for(program, arch, tmp_path):
+    """The bytes of shared memory of each kernel that the program compiles."""
     package = Path(triton_sparse_mla.__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(package), str(arch)], capture_output=True, text=True,
+        [sys.executable, "-c", program, str(package), str(arch)], capture_output=True, text=True,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [line.split() for line in done.stdout.splitlines()]
-    assert len(kernels) == 5
-    assert all(int(shared) <= SHARED_MEMORY[arch] * 1024 for *_, shared in kernels), done.stdout
+    return [int(line.split()[-1]) for line in done.stdout.splitlines()]
+
+
+# The indexer's kernels and slots: a variant a line, with what is not an int32 or a pointer of its kind.
+INDEXER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+arch = int(sys.argv[2])
+from mla_kernels import indexer, slots
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+def check(kernel, warps, constants, **types):
+    kind = lambda name: types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+    types = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    compiled = compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", arch, 32),
+                       options=dict(num_warps=warps, num_stages=3))
+    print(kernel.fn.__name__, compiled.metadata.shared)
+
+tile = dict(DIM=128, HARDWARE_E4M3=arch >= 89, BLOCK_H=indexer._SCORE_HEADS, BLOCK_N=indexer._SCORE_KEYS)
+floats = dict(weights_ptr="*fp32", out_ptr="*fp32", scales_ptr="*fp32")
+paged = dict(scales_ptr=None, starts_ptr=None, FROM_START=False)
+check(indexer._scores_kernel, 4, tile | paged, q_ptr="*u8", keys_ptr="*u8", **floats)
+for from_start in (False, True):
+    check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, FROM_START=from_start), q_ptr="*u8",
+          keys_ptr="*u8", **floats)
+check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, scales_ptr=None, FROM_START=False), q_ptr="*bf16",
+      keys_ptr="*bf16", **floats)
+check(indexer._topk_kernel, 8, dict(BLOCK=indexer._TOPK_BLOCK), scores_ptr="*fp32")
+check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK, prefill_ptr=None, starts_ptr=None))
+check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))
+"""
+
+
+@ARCHS
+def test_indexer_and_slots_compile(arch, tmp_path):
+    shared = compile_for(INDEXER, arch, tmp_path)
+    assert len(shared) == 7 and max(shared) <= SHARED_MEMORY[arch] * 1024

@@ -85,7 +85,7 @@ class Case:
         self.weight = (torch.rand(512, generator=generator) + 0.5).to(weight_dtype)
         angle = torch.rand(MAX_POSITION, 32, generator=generator, dtype=torch.float64) * 6.3
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1).to(cos_sin_dtype)
-        self.fp8_scale = torch.tensor([fp8_scale]) if fp8 else None
+        self.fp8_scale = fp8_scale if fp8 else None
 
         self.itemsize = 1 if fp8 else 2
         dtype = (torch.uint8 if uint8 else E4M3) if fp8 else torch.bfloat16
@@ -107,11 +107,10 @@ class Case:
             "cos_sin_cache": self.cos_sin,
             "kv_slot_mapping": self.kv_slots,
             "rms_norm_weight": self.weight,
-            "fp8_scale": self.fp8_scale,
         }
-        arguments = {k: v if v is None else v.to(self.device) for k, v in on_device.items()}
+        arguments = {name: tensor.to(self.device) for name, tensor in on_device.items()}
         arguments |= {"state_cache": self.state_cache, "kv_cache": self.kv_cache}
-        return arguments | {"rms_norm_eps": EPS, "compress_ratio": self.ratio}
+        return arguments | {"rms_norm_eps": EPS, "compress_ratio": self.ratio, "fp8_scale": self.fp8_scale}
 
     def run(self):
         compressor.compress_norm_rope_store(**self.arguments())
@@ -157,7 +156,7 @@ class Case:
         even, odd = magnitude[448::2].clone(), magnitude[449::2].clone()
         magnitude[448::2] = even * cos.abs() + odd * sin.abs()
         magnitude[449::2] = odd * cos.abs() + even * sin.abs()
-        scale = self.fp8_scale.double() if self.fp8 else 1.0
+        scale = torch.tensor(self.fp8_scale, dtype=torch.float32).double() if self.fp8 else 1.0
         return x / scale, magnitude * ERROR / scale
 
     def check(self):
@@ -228,6 +227,7 @@ def test_slots_outside_the_cache_write_nothing(ratio, fp8, device):
     rows = case.kv_cache.shape[0] * case.kv_block_size
     case.kv_slots[:4] = torch.tensor([rows, 0, rows + 1, 2])
     arguments = case.arguments()
+    case.kv_slots = case.kv_slots.clone()  # the call keeps its own
     case.kv_slots[[0, 2]] = -1  # what is to be as if
     case.arguments = lambda: arguments
     assert list(case.check()) == [1, 3]
@@ -368,7 +368,7 @@ BAD_ARGUMENTS = {
     "cache dtype": ("kv_cache", lambda cache: cache.view(torch.int8), "cannot be"),
     "cache width": ("kv_cache", lambda cache: cache[:, :, :448], "does not hold blocks"),
     "cache stride": ("kv_cache", lambda cache: cache[:, ::2], "contiguous"),
-    "scale dtype": ("fp8_scale", lambda scale: scale.double(), "fp8_scale must be"),
+    "scale dtype": ("fp8_scale", lambda scale: torch.tensor([scale]), "fp8_scale must be a float"),
     "no scale": ("fp8_scale", lambda scale: None, "cannot be"),
     "device": ("kv_slot_mapping", lambda slots: slots.to("meta"), "kv_slot_mapping must be on"),
 }

@@ -1,10 +1,12 @@
 """FlashMLA's two calls over every row format, against float64 over rows that the harness packs byte by byte."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from mla_kernels import flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
+from mla_kernels import checks, flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
 from test_sparse_mla import BF16, E4M3, TOLERANCE, excess_error, skip_unless_served
 
 FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones
@@ -483,3 +485,51 @@ def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, h
     case.active = lambda number: torch.zeros_like(indices, dtype=torch.bool)
     cache.poison = lambda used: None
     assert excess_error(case.run(fast_provider)[0], want) < TOLERANCES.get(rows, TOLERANCE)
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/stock_rows_h200.json"
+NAMES = {"584": "v4", "656": "v32", "576": "bf16", "512": "bf16"}
+
+
+def test_only_what_was_measured_as_fast_is_served():
+    results = json.loads(MEASURED.read_text())["results"]
+    said = [(r, flash_mla.serves(NAMES[r["rows"]], r["heads"], r["tokens"])) for r in results]
+    assert not [r for r, served in said if served and r["speedup"] < 1]
+    assert {NAMES[r["rows"]] for r, served in said if served} == {"v4", "v32", "bf16"}
+    # What is served for any number of tokens was measured with few and with many.
+    for rows, table in flash_mla._AS_FAST.items():
+        for heads, most in table.items():
+            tokens = {r["tokens"] for r in results if NAMES[r["rows"]] == rows and r["heads"] == heads}
+            assert {1, 512} <= tokens if most is None else most in tokens
+    assert not flash_mla.serves("v4", 129, 1)
+
+
+@pytest.mark.parametrize("rows", ["v4", "v32", "bf16", "bf16-576"])
+@pytest.mark.parametrize("off", [None, "out", "lse", "NaN"])
+def test_the_check_at_start_up(fast_provider, rows, off, monkeypatch):
+    """It passes what is right and finds an output, or an lse, that is not."""
+    attend = flash_mla._attend
+
+    def wrong(call, out, provider):
+        attend(call, out, provider)
+        if provider == fast_provider and off:
+            {"out": call.out, "lse": call.lse, "NaN": call.out}[off][-1, -1] += math.nan if off == "NaN" else 0.25
+
+    monkeypatch.setattr(flash_mla, "_attend", wrong)
+    if off is None:
+        checks.check_flash_mla(fast_provider, rows, 8)
+    else:
+        with pytest.raises(checks.Failed):
+            checks.check_flash_mla(fast_provider, rows, 8)
+
+
+def test_the_check_under_the_defaults_of_a_layer(fast_provider, monkeypatch):
+    """vLLM makes layers with BF16 for a default, on the GPU, and draws weights after them."""
+    state = torch.get_rng_state()
+    torch.set_default_dtype(BF16)
+    try:
+        with torch.device("meta"):
+            checks.check_flash_mla(fast_provider, "v4", 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""compute-sanitizer on the native attention kernels: a shape for each way of dividing a call."""
+"""compute-sanitizer on the native attention kernels: each way of dividing a call, and rows of every format."""
 
 import shutil
 import subprocess
@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 # One process, since starting torch under the sanitizer takes most of the time. Other kernels are not looked at.
 PROGRAM = """
 import conftest, torch
+import test_flash_mla
 from test_sparse_mla import BATCHES, BF16, E4M3, TOLERANCE, Case, excess_error
 
 EVERY_KERNEL = [(5, 40), (16, 64), (90, 8), (100, 32), (140, 64), (270, 16)]
@@ -43,6 +44,15 @@ check(EVERY_KERNEL, bf16, mixed, width=1152)
 check([(16, 64), (140, 64)], bf16, mixed, prepare=one_query)
 check([(16, 64), (140, 64)], bf16, mixed, prepare=heads_first)
 check([(600, 64), (1100, 32), (2100, 16)], bf16, mixed, width=128 + 64)  # outputs larger than half the L2 cache
+
+for rows in test_flash_mla.FORMATS:
+    for batch, heads in ((1, 64), (5, 40), (40, 128), (140, 16)):
+        extra = 40 if rows in test_flash_mla.PACKED else None
+        case = test_flash_mla.Case(rows, torch.device("cuda"), batch=batch, heads=heads, columns=200, extra=extra)
+        for cache, indices, lengths in case.pools:
+            indices[::2, :, ::3] = len(cache.keys)  # rows outside the cache
+            lengths[1::4] = 0
+        case.check("sm90")
 torch.cuda.synchronize()
 """
 

@@ -15,6 +15,8 @@ from vllm.models.deepseek_v4.nvidia.flashmla import (
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+# Of V3.2 and GLM-5, for `register_backend`.
+SPARSE_MLA_BACKEND = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
 
 
 @overriding()

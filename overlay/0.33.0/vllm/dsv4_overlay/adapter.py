@@ -15,6 +15,8 @@ from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 
 ATTENTION = "vllm.models.deepseek_v4.attention"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor"
+# Of V3.2 and GLM-5, for `register_backend`.
+SPARSE_MLA_BACKEND = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
 # Under vllm.models.deepseek_v4: kernels that vLLM compiles for its own insert,
 # compressor and attention.
 _NEVER_RUN = (
@@ -52,6 +54,7 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         _cancel_warm_up()
         self.num_heads = self.n_local_heads
         attention.init_layer(self)
+        add_dspark_scales(self)
         if self.compressor is not None:
             connect_compressor(self)
 
@@ -83,6 +86,14 @@ class DeepseekV4FullCacheAttention(DeepseekV4FlashMLAAttention):
         output: torch.Tensor,
     ) -> None:
         attention.forward(self, q, output)
+
+
+def add_dspark_scales(layer: torch.nn.Module) -> None:
+    """What vLLM divides by where it inserts the context of DSpark's drafts, with which
+    config.py refuses scales other than 1."""
+    for name in ("_flashinfer_fp8_kv_scale", "_flashinfer_fp8_q_scale_inv"):
+        one = torch.ones(1, dtype=torch.float32)
+        layer.register_buffer(name, one, persistent=False)
 
 
 def _cancel_warm_up() -> None:

@@ -3,7 +3,6 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index
 table, attention."""
 
-import functools
 import weakref
 from typing import Any
 
@@ -21,6 +20,7 @@ from vllm.third_party.mla_kernels import (
     pick_provider,
     sparse_mla,
 )
+from vllm.third_party.mla_kernels.interface import SWA_COLUMNS
 from vllm.third_party.mla_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
@@ -67,13 +67,6 @@ def init_layer(layer: torch.nn.Module) -> None:
     LAYERS.add(layer)
 
 
-@functools.cache
-def on_device(value: float, device: torch.device) -> torch.Tensor:
-    """One float32 element, as the kernels that write take scales; made before graphs
-    are captured, by warm-up."""
-    return torch.tensor([value], dtype=torch.float32, device=device)
-
-
 def _provider(tensor: torch.Tensor) -> str:
     return provider() or pick_provider(tensor.device)[0]
 
@@ -107,7 +100,6 @@ def insert(
             q, kv, cache, *rest, eps, swa_metadata.block_size
         )
         return q
-    kv_scale = on_device(layer.kv_scale, q.device)
     if query_dtype(cache) == torch.float8_e4m3fn:
         q_fp8 = torch.empty_like(q, dtype=torch.float8_e4m3fn)
         torch.ops.mla_kernels.full_cache_fp8_insert(
@@ -116,14 +108,14 @@ def insert(
             q_fp8,
             cache,
             *rest,
-            kv_scale,
-            on_device(1 / layer.q_scale, q.device),
+            layer.kv_scale,
+            1 / layer.q_scale,
             eps,
             swa_metadata.block_size,
         )
         return q_fp8
     torch.ops.mla_kernels.full_cache_fp8_insert_bf16_q(
-        q, kv, cache, *rest, kv_scale, eps, swa_metadata.block_size
+        q, kv, cache, *rest, layer.kv_scale, eps, swa_metadata.block_size
     )
     return q
 
@@ -152,9 +144,7 @@ def compress(
         compressor.norm.weight,
         compressor.rms_norm_eps,
         layer.compress_ratio,
-        None
-        if layer.kv_cache.dtype == torch.bfloat16
-        else on_device(layer.kv_scale, positions.device),
+        None if layer.kv_cache.dtype == torch.bfloat16 else layer.kv_scale,
     )
     return True
 
@@ -282,6 +272,17 @@ def _index_table(
     tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
     key = (id(swa_metadata), ratio)
     if key in tables:
+        return tables[key]
+    if getattr(swa_metadata, "decode_swa_width", 0) > SWA_COLUMNS:
+        # A block of DSpark's drafts, each of which sees the window before the block and
+        # the whole block. vLLM has made the list; what is over 128 columns is looked up
+        # in the second pool, which is the first one where there is no compressed cache.
+        length = swa_metadata.decode_swa_lens[:tokens]
+        tables[key] = SparseIndexTable(
+            indices=swa_metadata.decode_swa_indices[:tokens].squeeze(1),
+            lens=length.clamp(min=SWA_COLUMNS),
+            visible=length,
+        )
         return tables[key]
     compressed = {}
     if compressed_metadata is not None:

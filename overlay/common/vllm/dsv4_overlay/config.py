@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.dsv4_overlay.drop_in import switched_on
 from vllm.dsv4_overlay.scales import OPTION, check_scales, scales_file
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_DRAFT_LAYERS = "DeepSeekV4MTPModel"
-_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS)
+# Drafts of DeepSeek V4's own layers, by method.
+_DRAFT_LAYERS = {"mtp": "DeepSeekV4MTPModel", "dspark": "DSparkDraftModel"}
+_ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS["mtp"])
 _WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
@@ -47,6 +49,8 @@ _DIMENSIONS = {"head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128}
 # Drafts that are DeepSeek V4's own layers, or need none; those of others would get this
 # cache or backend.
 _DRAFTS = ("mtp", "ngram", "ngram_gpu", "suffix")
+if not NAME_IS_OURS:
+    _DRAFTS += ("dspark",)
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 3))
 _PROVIDER_VARIABLE = "VLLM_DSV4_PROVIDER"
 _SELF_TEST = "vllm.dsv4_overlay.selftest"
@@ -108,8 +112,10 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     Raises:
         ValueError: the combination, the GPU, the model's dtype, dimensions or head
             count, the kind of parallelism or of speculation, the provider, the scales
-            or the way rows are shared cannot be served. One sentence.
+            or the way rows are shared cannot be served, or the setting of the drop-in
+            is neither on nor off. One sentence.
     """
+    switched_on(vllm_config.additional_config)
     architecture = vllm_config.model_config.architecture
     backend = vllm_config.attention_config.backend
     cache_config = vllm_config.cache_config
@@ -264,16 +270,9 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
 def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> None:
     """Refuse drafts that would fail, or leave this cache, only after the model is
     loaded."""
-    if speculative.method == "dspark":
-        raise ValueError(
-            f"{_FULL_CACHE.name} on this GPU does not serve DSpark, whose drafts see "
-            "more than a window; use MTP, "
-            f"or {_FLASHMLA.name} with --kv-cache-dtype fp8_ds_mla."
-        )
-    draft = speculative.draft_model_config if speculative.method == "mtp" else None
-    if speculative.method not in _DRAFTS or (
-        draft and draft.architecture != _DRAFT_LAYERS
-    ):
+    layers = _DRAFT_LAYERS.get(speculative.method)
+    draft = speculative.draft_model_config if layers else None
+    if speculative.method not in _DRAFTS or (draft and draft.architecture != layers):
         what = draft.architecture if draft else speculative.method
         raise ValueError(
             f"{_FULL_CACHE.name} serves no drafts of {what}, only DeepSeek V4's own "

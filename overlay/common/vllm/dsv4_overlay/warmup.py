@@ -27,9 +27,6 @@ def warm_up(worker: "Worker") -> None:
 
     start = time.perf_counter()
     context = worker.vllm_config.compilation_config.static_forward_context
-    for layer in attention.LAYERS:
-        for scale in (layer.kv_scale, 1 / layer.q_scale):
-            attention.on_device(scale, layer.attn_sink.device)
     for layer in layers.values():
         # One token is split over keys, a thousand are not.
         for tokens in (1, 1024):

@@ -15,7 +15,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from . import insert, sm90  # noqa: E402, F401  (register torch.ops.mla_kernels.*)
 from .compressor import compress_norm_rope_store  # noqa: E402
 from .flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
+from .indexer import (  # noqa: E402
+    indexer_scores,
+    indexer_topk,
+    paged_indexer_scores,
+)
 from .interface import MAX_HEADS, PROVIDERS, pick_provider, sparse_mla  # noqa: E402
+from .slots import request_rows_to_slots  # noqa: E402
 from .sparse_index import SparseIndexTable, build_sparse_index_table  # noqa: E402
 
 __all__ = [
@@ -26,6 +32,10 @@ __all__ = [
     "compress_norm_rope_store",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "indexer_scores",
+    "indexer_topk",
+    "paged_indexer_scores",
     "pick_provider",
+    "request_rows_to_slots",
     "sparse_mla",
 ]

@@ -10,7 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from . import compress_norm_rope_store, sparse_mla
+from . import (
+    compress_norm_rope_store,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    sparse_mla,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -153,12 +158,12 @@ def check_insert(op: str, dtype: torch.dtype) -> str:
     slots[5] = -1  # padding: no row is stored
     q = seq.q.clone().to(DEVICE)
     q_out, q_scale = q, 1.0
-    before, scales = [q, seq.kv.to(DEVICE)], [torch.tensor([KV_SCALE], device=DEVICE)]
+    before, scales = [q, seq.kv.to(DEVICE)], [KV_SCALE]
     if op == "full_cache_fp8_insert":
         q_scale = 4.0
         q_out = torch.empty(q.shape, dtype=E4M3, device=DEVICE)
         before.append(q_out)
-        scales.append(torch.tensor([q_scale], device=DEVICE))
+        scales.append(q_scale)
     run = getattr(torch.ops.mla_kernels, op)
     positions = torch.arange(seq.length, device=DEVICE)
     scales = scales if dtype == E4M3 else []
@@ -196,7 +201,7 @@ def check_compressor(ratio: int, dtype: torch.dtype) -> str:
         seq.norm.to(DEVICE),
         EPS,
         ratio,
-        None if dtype == BF16 else torch.tensor([KV_SCALE], device=DEVICE),
+        None if dtype == BF16 else KV_SCALE,
     )
     slots = seq.slots(seq.rows_table, 256 // ratio, ratio)[ratio - 1 :: ratio][:3].cpu()
     rows = seq.rows.view(dtype).flatten(0, 1).cpu().double() * (
@@ -239,6 +244,72 @@ def check_sparse_mla(
     found = sparse_mla(*arguments, provider=provider)
     # Both results are rounded to BF16.
     return f"error to the reference {relative_error(found, expected, TOLERANCE):.1e}"
+
+
+def _packed(rows: str, gen: torch.Generator) -> torch.Tensor:
+    """A cache as `flash_mla_with_kvcache` takes it, 4 blocks of 16 random rows."""
+    blocks, page, width = 4, 16, 584 if rows == "v4" else 656
+    noise = torch.randn(blocks, page, 512, generator=gen, dtype=torch.float32)
+    nope, rope = noise.to(E4M3).view(torch.uint8), noise[..., :64].to(BF16)
+    rope = rope.view(torch.uint8)
+    if rows == "v4":
+        scales = torch.randint(124, 130, (blocks, page * 8), generator=gen)
+        values = torch.cat((nope[..., :448], rope), -1).flatten(1)
+        cache = torch.cat((values, scales.to(torch.uint8)), -1)
+    else:
+        scales = torch.rand(blocks, page, 4, generator=gen, dtype=torch.float32) + 0.1
+        cache = torch.cat((nope, scales.view(torch.uint8), rope), -1)
+    return cache.view(blocks, page, 1, width)
+
+
+def check_flash_mla(provider: str, rows: str, heads: int) -> str:
+    """One call over `rows` ("v4", "v32", "bf16" of 512 or "bf16-576") with missing
+    rows, lengths and sinks."""
+    dims = 512 if rows in ("v4", "bf16") else 576
+    with torch.device("cpu"):  # vLLM makes layers under another default
+        gen = torch.Generator().manual_seed(heads)
+        query = torch.randn(3, heads, dims, generator=gen, dtype=torch.float32)
+        indices = torch.randint(-8, 64, (2, 3, 1, 128), generator=gen).int()
+        lengths = torch.tensor([[128, 77, 9], [0, 128, 30]], dtype=torch.int32)
+        sinks = torch.randn(heads, generator=gen, dtype=torch.float32)
+        if rows in ("v4", "v32"):
+            caches = [_packed(rows, gen) for _ in range(2)]
+        else:
+            noise = torch.randn(64, 1, dims, generator=gen, dtype=torch.float32)
+            caches = [noise.to(BF16)]
+
+    def call(provider: str, device: torch.device) -> list[torch.Tensor]:
+        q, picked, some, *pools = (
+            x.to(device) for x in (query.to(BF16), indices, lengths, *caches)
+        )
+        rest = {"attn_sink": sinks.to(device), "provider": provider}
+        if len(pools) == 1:
+            return flash_mla_sparse_fwd(
+                q, pools[0], picked[0], dims**-0.5, topk_length=some[0], **rest
+            )
+        return flash_mla_with_kvcache(
+            q[:, None],
+            pools[0],
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=512,
+            tile_scheduler_metadata=None,
+            is_fp8_kvcache=True,
+            indices=picked[0],
+            topk_length=some[0],
+            extra_k_cache=pools[1],
+            extra_indices_in_kvcache=picked[1],
+            extra_topk_length=some[1],
+            **rest,
+        )
+
+    # On the CPU, where nobody has made float32 less than it is.
+    expected, *_, expected_lse = call("reference", torch.device("cpu"))
+    found, *_, lse = call(provider, DEVICE)
+    off = float((lse.cpu() - expected_lse).abs().max())
+    expect(off <= TOLERANCE, f"lse is {off:.1e} off, more than {TOLERANCE:.0e}")
+    error = relative_error(found, expected.double(), TOLERANCE)
+    return f"error to the reference {error:.1e}"
 
 
 def kernel_checks(providers: list[str]) -> list[tuple[str, Callable[..., str], tuple]]:

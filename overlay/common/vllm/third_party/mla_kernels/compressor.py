@@ -128,7 +128,7 @@ def _compress_kernel(
     if fp8_scale is None:
         result = rotated.to(tl.bfloat16)
     else:
-        result = to_e4m3(tl.div_rn(rotated, tl.load(fp8_scale)))
+        result = to_e4m3(tl.div_rn(rotated, fp8_scale))
     target = (
         kv_cache
         + kv_slot // kv_block_size * kv_block_stride
@@ -149,7 +149,7 @@ def compress_norm_rope_store(
     rms_norm_weight: torch.Tensor,
     rms_norm_eps: float,
     compress_ratio: int,
-    fp8_scale: torch.Tensor | None = None,
+    fp8_scale: float | None = None,
 ) -> None:
     """Compress the windows that end in this batch, and store one 512-wide cache row for
     each.
@@ -188,8 +188,8 @@ def compress_norm_rope_store(
         rms_norm_weight: [512] bf16 or fp32.
         rms_norm_eps: added to the mean of squares.
         compress_ratio: 4 or 128.
-        fp8_scale: one fp32, what a stored E4M3 value is multiplied with to give the row
-            back.
+        fp8_scale: float, rounded to fp32, what a stored E4M3 value is multiplied with
+            to give the row back.
 
         The four vectors over tokens may have padding of different lengths; tokens
         beyond the shortest of them write nothing.
@@ -252,7 +252,6 @@ def compress_norm_rope_store(
     )
     if fp8_scale is not None:
         check_scale("fp8_scale", fp8_scale)
-        check_same_device(state_cache.device, fp8_scale=fp8_scale)
     num_tokens = min(vector.shape[0] for vector in vectors.values())
     if num_tokens == 0:
         return

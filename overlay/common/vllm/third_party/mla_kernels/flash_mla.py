@@ -22,6 +22,16 @@ from .interface import MAX_HEADS, remember
 from .row_formats import BF16, V4, V32, RowFormat
 
 PROVIDERS = ("reference", "triton", "sm90")
+# Where the sm90 provider takes no longer than FlashMLA, which runs 64 or 128 heads
+# whatever the model has: {row format: {up to heads: up to tokens of a call, None for
+# any}}. Measured on an H200 against FlashMLA of vLLM 0.22.1,
+# benchmarks/results/stock_rows_h200.json; V4's prefill, over gathered BF16 rows of 512,
+# goes by V3.2's of 576.
+_AS_FAST: dict[str, dict[int, int | None]] = {
+    V4.name: {32: None, 64: 1, 128: 1},
+    V32.name: {32: None, 64: 1, 128: 1},
+    BF16.name: {16: None, 32: 16, 64: 16, 128: 16},
+}
 _ALIGNMENT = 4  # bytes: rows hold float32 and BF16
 _valid: set[tuple] = set()
 
@@ -199,6 +209,21 @@ def flash_mla_sparse_fwd(
         provider,
     )
     return out, max_logits, lse
+
+
+def serves(rows: str, heads: int, tokens: int | None = None) -> bool:
+    """Whether the sm90 provider is at least as fast as FlashMLA.
+
+    Args:
+        rows: "v4" and "v32", over which `flash_mla_with_kvcache` decodes and prefills,
+            or "bf16", those of `flash_mla_sparse_fwd`.
+        heads: of q, as the caller has it.
+        tokens: of the call (batch * q_len); None asks for any number.
+    """
+    for most_heads, most_tokens in _AS_FAST[rows].items():
+        if heads <= most_heads:
+            return most_tokens is None or (tokens is not None and tokens <= most_tokens)
+    return False
 
 
 def pick_provider(device: torch.device) -> str:

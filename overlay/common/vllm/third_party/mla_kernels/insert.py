@@ -25,8 +25,10 @@ row. A slot
   padding: their Q is processed, their KV is not.
 - `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`.
 - `cos_sin_cache` [max_position, 64] fp32 or bf16: 32 cosines, then 32 sines.
-- `fp8_scale` one fp32: what a stored E4M3 value is multiplied with to give the KV back.
-- `q_fp8_scale_inv` one fp32: what Q is multiplied with before it is rounded to E4M3.
+- `fp8_scale` float, rounded to fp32: what a stored E4M3 value is multiplied with to
+  give the KV back.
+- `q_fp8_scale_inv` float, rounded to fp32: what Q is multiplied with before it is
+  rounded to E4M3.
 
 Every implementation of these operators has to give the same bits, so this is the order
 of the operations. All are fp32 operations rounded to nearest even, with subnormals;
@@ -172,9 +174,8 @@ def _insert_kernel(
             tl.store(target, low.to(tl.bfloat16), mask=live)
             tl.store(target + HALF_DIM, high.to(tl.bfloat16), mask=live)
         else:
-            scale_inv = tl.load(q_fp8_scale_inv)
-            tl.store(target, to_e4m3(low * scale_inv), mask=live)
-            tl.store(target + HALF_DIM, to_e4m3(high * scale_inv), mask=live)
+            tl.store(target, to_e4m3(low * q_fp8_scale_inv), mask=live)
+            tl.store(target + HALF_DIM, to_e4m3(high * q_fp8_scale_inv), mask=live)
     elif token < num_slots:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if (slot >= 0) & (slot < cache_rows):
@@ -192,9 +193,8 @@ def _insert_kernel(
                 tl.store(target, low.to(tl.bfloat16))
                 tl.store(target + HALF_DIM, high.to(tl.bfloat16))
             else:
-                scale = tl.load(fp8_scale)
-                tl.store(target, to_e4m3(tl.div_rn(low, scale)))
-                tl.store(target + HALF_DIM, to_e4m3(tl.div_rn(high, scale)))
+                tl.store(target, to_e4m3(tl.div_rn(low, fp8_scale)))
+                tl.store(target + HALF_DIM, to_e4m3(tl.div_rn(high, fp8_scale)))
 
 
 def as_cache_blocks(cache: torch.Tensor, block_size: int, fp8: bool) -> torch.Tensor:
@@ -268,12 +268,10 @@ def check_cos_sin(cos_sin_cache: torch.Tensor) -> None:
         )
 
 
-def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Raise ValueError unless `scale` is one fp32 element."""
-    if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(
-            f"{name} must be one fp32 element, got {list(scale.shape)} {scale.dtype}."
-        )
+def check_scale(name: str, scale: float) -> None:
+    """Raise ValueError unless `scale` is a float."""
+    if not isinstance(scale, float):
+        raise ValueError(f"{name} must be a float, got {type(scale).__name__}.")
 
 
 def check_same_device(device: torch.device, **tensors: torch.Tensor) -> None:
@@ -293,8 +291,8 @@ def _insert(
     cos_sin_cache: torch.Tensor,
     eps: float,
     cache_block_size: int,
-    fp8_scale: torch.Tensor | None = None,
-    q_fp8_scale_inv: torch.Tensor | None = None,
+    fp8_scale: float | None = None,
+    q_fp8_scale_inv: float | None = None,
 ) -> None:
     if (
         q.dim() != 3
@@ -337,10 +335,9 @@ def _insert(
     )
     if fp8_scale is not None:
         check_scale("fp8_scale", fp8_scale)
-        check_same_device(q.device, fp8_scale=fp8_scale)
     if q_fp8_scale_inv is not None:
         check_scale("q_fp8_scale_inv", q_fp8_scale_inv)
-        check_same_device(q.device, q_fp8=q_out, q_fp8_scale_inv=q_fp8_scale_inv)
+        check_same_device(q.device, q_fp8=q_out)
         if (
             q_out.shape != q.shape
             or q_out.dtype != torch.float8_e4m3fn
@@ -419,8 +416,8 @@ def full_cache_fp8_insert(
     slot_mapping: torch.Tensor,
     position_ids: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    fp8_scale: torch.Tensor,
-    q_fp8_scale_inv: torch.Tensor,
+    fp8_scale: float,
+    q_fp8_scale_inv: float,
     eps: float,
     cache_block_size: int,
 ) -> None:
@@ -451,7 +448,7 @@ def full_cache_fp8_insert_bf16_q(
     slot_mapping: torch.Tensor,
     position_ids: torch.Tensor,
     cos_sin_cache: torch.Tensor,
-    fp8_scale: torch.Tensor,
+    fp8_scale: float,
     eps: float,
     cache_block_size: int,
 ) -> None:
@@ -482,14 +479,13 @@ _OPERATORS = {
     ),
     full_cache_fp8_insert: (
         "(Tensor q, Tensor kv, Tensor! q_fp8, Tensor! k_cache, Tensor slot_mapping, "
-        "Tensor position_ids, Tensor cos_sin_cache, Tensor fp8_scale, Tensor "
-        "q_fp8_scale_inv, "
-        "float eps, int cache_block_size) -> ()"
+        "Tensor position_ids, Tensor cos_sin_cache, float fp8_scale, "
+        "float q_fp8_scale_inv, float eps, int cache_block_size) -> ()"
     ),
     full_cache_fp8_insert_bf16_q: (
         "(Tensor! q, Tensor kv, Tensor! k_cache, Tensor slot_mapping, Tensor "
         "position_ids, "
-        "Tensor cos_sin_cache, Tensor fp8_scale, float eps, int cache_block_size) -> ()"
+        "Tensor cos_sin_cache, float fp8_scale, float eps, int cache_block_size) -> ()"
     ),
 }
 # Holds the registrations: they end when the object is collected.

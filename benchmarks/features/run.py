@@ -1,0 +1,278 @@
+"""A step while it runs, in a process of its own: its engine, its checks, and what it measures."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from e2e import import_flashinfer, log, make_prompts, positions
+
+from .comparison import allowed, difference
+
+ENTRY = Path(__file__).resolve().parents[1] / "features_e2e.py"
+OURS = "FLASHINFER_MLA_SPARSE_DSV4"
+BACKENDS = {
+    "bf16": {"attention_backend": OURS, "kv_cache_dtype": "bfloat16"},
+    "fp8": {"attention_backend": OURS, "kv_cache_dtype": "fp8_per_tensor"},
+    "flashmla": {"kv_cache_dtype": "fp8"},  # vLLM's choice for these rows
+    "stock": {"kv_cache_dtype": "fp8"},
+}
+# Without the drop-in FlashMLA is what it is in stock vLLM.
+ENVIRONMENT = {"flashmla": {"VLLM_DSV4_DROP_IN": "0"}, "stock": {"VLLM_DSV4_DROP_IN": "1"}}
+# What a backend is measured against, if not its own plain run.
+BASE = {"stock": "flashmla"}
+LENGTHS = [5, 63, 64, 127, 128, 129, 255, 256, 300, 1000, 3000, 8192]
+STEPS, TOP, PROMPT_TOP = 48, 20, 8
+KV_GIB = 4
+SIZES = [1, 2, 4, 8, 16, 32, 64]
+MIXED_SIZES = [*SIZES, 128, 256, 512, 1024, 2048]
+GRAPHS = {
+    "enforce_eager": False,
+    "async_scheduling": True,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES},
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    gpus: int
+    function: Callable[[Run], None]
+    environment: dict[str, str]
+    backends: list[str]
+    drafts: str | None  # of the checkpoint: "mtp" or "dspark"
+    package: str | None
+
+    def lacks(self, backend: str, config: dict[str, Any]) -> str | None:
+        """Why it cannot run here, with this backend on a checkpoint of this configuration; None if it can."""
+        if backend not in self.backends:
+            return f"is for --backend {' and '.join(self.backends)}"
+        drafts = "mtp" if config.get("num_nextn_predict_layers") else None
+        if "dspark_block_size" in config:
+            drafts = "dspark"
+        if self.drafts not in (None, drafts):
+            return f"needs a checkpoint with drafts of {self.drafts}"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"needs the package {self.package}"
+        return None
+
+
+STEP: dict[str, Step] = {}
+
+
+def step(
+    gpus: int = 1,
+    *,
+    backends: list[str] | None = None,
+    drafts: str | None = None,
+    package: str | None = None,
+    **env: str,
+) -> Callable:
+    """Register a step that needs all that and these environment variables; its docstring is its help."""
+
+    def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
+        STEP[function.__name__] = Step(gpus, function, env, backends or list(BACKENDS), drafts, package)
+        return function
+
+    return register
+
+
+class Run:
+    """A step while it runs: its engine, and what it has found so far, in a file."""
+
+    def __init__(self, job: dict[str, Any]):
+        self.job = job
+        self.result: dict[str, Any] = {"checks": {}, "measured": {}}
+        self.prompts = make_prompts(LENGTHS, job["vocab"], seed=0)
+
+    def save(self, **measured: Any) -> None:
+        self.result["measured"] |= measured
+        for name, value in measured.items():
+            log(f"{name}: {str(value)[:300]}")
+        Path(self.job["out"]).write_text(json.dumps(self.result))
+
+    def check(self, name: str, passed: Any, measured: Any = None) -> None:
+        self.result["checks"][name] = {"passed": bool(passed), "measured": measured}
+        log(f"{'pass' if passed else 'FAIL'}: {name} ({measured})")
+        self.save()
+
+    def start(self, **changes: Any) -> Any:
+        """An `LLM`, by default as the reference's."""
+        begin = time.perf_counter()
+        import_flashinfer()
+        from vllm import LLM
+
+        arguments = engine_arguments(self.job, **changes)
+        log(f"LLM({arguments})")
+        self.llm = LLM(**arguments)
+        config = self.llm.llm_engine.vllm_config
+        self.save(
+            seconds_start=round(time.perf_counter() - begin, 1),
+            cudagraph_mode=str(config.compilation_config.cudagraph_mode),
+            async_scheduling=config.scheduler_config.async_scheduling,
+        )
+        return self.llm
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def watch_schedule(self) -> list[dict[str, int]]:
+        """How many tokens of each request every batch has, from now on."""
+        scheduled: list[dict[str, int]] = []
+        stock = self.scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = stock(*args, **kwargs)
+            scheduled.append(dict(output.num_scheduled_tokens))
+            return output
+
+        self.scheduler.schedule = schedule
+        return scheduled
+
+    def blocks_in_use(self) -> int:
+        for _ in range(3):  # with asynchronous scheduling the last batch is returned a step late
+            self.llm.llm_engine.step()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one block is vLLM's null block
+
+    def finish(self) -> None:
+        """Whether every worker's attention was served by whom the backend says."""
+        if self.job["backend"] not in ENVIRONMENT or not hasattr(self, "llm"):
+            return
+        calls = self.llm.collective_rpc("drop_in_calls")
+        served = [sum(of_a_worker.values()) for of_a_worker in calls]
+        if self.job["backend"] in BASE:
+            self.check("the drop-in served every worker", min(served) > 0, calls)
+        else:
+            self.check("no drop-in served", max(served) == 0, calls)
+
+    def outputs(
+        self, prompts: list[list[int]], steps: int, prompt_logprobs: bool = False, extra_args: list | None = None
+    ) -> list:
+        """vLLM's outputs; `extra_args` are those of `SamplingParams`, of each prompt."""
+        begin = time.perf_counter()
+        parameters = [sampling(steps, prompt_logprobs) for _ in prompts]
+        for own, extra in zip(parameters, extra_args or (), strict=bool(extra_args)):
+            own.extra_args = extra
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        log(f"generated {len(prompts)} x {steps} tokens in {time.perf_counter() - begin:.1f} s")
+        return outputs
+
+    def generate(self, prompts: list[list[int]], steps: int = STEPS, **options: Any) -> list[dict]:
+        return [sequence(output) for output in self.outputs(prompts, steps, **options)]
+
+    def reference(self) -> list[dict]:
+        with np.load(self.job["reference"]) as f:
+            return [
+                {k: f[f"{k}_{i}"] for k in ("tokens", "ids", "values", "prompt_ids", "prompt_values")}
+                for i in range(len(LENGTHS))
+            ]
+
+    def compare(
+        self, name: str, reference: list[dict], run: list[dict], other_arithmetic: bool = False
+    ) -> dict[str, Any]:
+        """Check `run` against `reference`, within what is `allowed`."""
+        found = difference(reference, run)
+        self.save(**{name: found})
+        own = self.job["own"].get(name)
+        kl, margin = allowed([self.job["noise"], own], other_arithmetic and not own)
+        for part in (part for part in kl if part in found):
+            measured = found[part]["kl_mean"]
+            self.check(f"{name}, {part}: mean KL <= {kl[part]:.2g}", measured <= kl[part], measured)
+        worst = max((d["margin"] for d in found["diverged"]), default=0.0)
+        self.check(f"{name}: margin where tokens part <= {margin:.2g}", worst <= margin, worst)
+        return found
+
+
+def visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [g for g in named.split(",") if g]
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return [str(i) for i in range(len(listed.splitlines()))]
+
+
+def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of `LLM`; without changes those of the reference."""
+    plain = dict(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        block_size=256,
+        max_model_len=16384,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        async_scheduling=False,
+        kv_cache_memory_bytes=KV_GIB << 30,
+        gpu_memory_utilization=0.05,  # only what has to be free: the cache's size is given
+        enable_flashinfer_autotune=False,
+        max_logprobs=TOP,
+        logprobs_mode="raw_logprobs",
+        seed=0,
+    )
+    if job["backend"] in ENVIRONMENT:
+        plain["worker_extension_cls"] = "features.drop_in_calls.DropInCalls"
+    return plain | BACKENDS[job["backend"]] | changes
+
+
+def sampling(steps: int, prompt_logprobs: bool = False) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=steps,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=TOP,
+        prompt_logprobs=PROMPT_TOP if prompt_logprobs else None,
+        flat_logprobs=True,
+    )
+
+
+def sequence(output: Any) -> dict[str, Any]:
+    """Tokens [n]; the most likely tokens' ids and log-probabilities [n, TOP]; the prompt's [m, PROMPT_TOP]."""
+    completion = output.outputs[0]
+    found = {"tokens": np.array(completion.token_ids), "cached": output.num_cached_tokens}
+    # The sampled or given token comes first, then the most likely ones.
+    entries = positions(completion.logprobs)
+    found["ids"] = np.stack([e[0][-TOP:] for e in entries])
+    found["values"] = np.stack([e[1][-TOP:] for e in entries])
+    entries = positions(output.prompt_logprobs)[1:] if output.prompt_logprobs else []
+    shape = (len(entries), PROMPT_TOP)
+    found["prompt_ids"] = np.array([e[0][-PROMPT_TOP:] for e in entries], dtype=np.int64).reshape(shape)
+    found["prompt_values"] = np.array([e[1][-PROMPT_TOP:] for e in entries], dtype=np.float32).reshape(shape)
+    if not (np.isfinite(found["values"]).all() and np.isfinite(found["prompt_values"]).all()):
+        raise RuntimeError("log-probabilities are not finite")
+    return found
+
+
+def count_graphs() -> collections.Counter:
+    """How often each kind of CUDA graph is chosen from now on, in this process."""
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager  # model runner V2's
+
+    counter: collections.Counter = collections.Counter()
+
+    def watch(owner: Any) -> None:
+        stock = owner.dispatch
+
+        def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = stock(self, *args, **kwargs)
+            counter[(chosen[0] if owner is CudagraphDispatcher else chosen.cg_mode).name] += 1
+            return chosen
+
+        owner.dispatch = dispatch
+
+    watch(CudagraphDispatcher)
+    watch(CudaGraphManager)
+    return counter

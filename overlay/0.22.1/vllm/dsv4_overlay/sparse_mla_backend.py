@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""MLA_KERNELS_SPARSE in vLLM 0.22.1 (and 0.22.0): its backend, metadata and
+implementation. `backend` says what it is."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.dsv4_overlay.backend import (
+    PAGE,
+    SparseMLABackendMixin,
+    attend_slots,
+    overriding,
+)
+from vllm.third_party.mla_kernels.slots import request_rows_to_slots
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+    SparseMLAAttentionImpl,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@overriding()
+class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [PAGE]
+
+    @staticmethod
+    def get_builder_cls() -> type["SparseMLAMetadataBuilder"]:
+        return SparseMLAMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type["SparseMLAImpl"]:
+        return SparseMLAImpl
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        width = 656 if cache_dtype_str == "fp8_ds_mla" else head_size
+        return num_blocks, block_size, width
+
+
+@dataclass
+class SparseMLAMetadata(AttentionMetadata):
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor  # int32 [requests, blocks]
+    req_id_per_token: torch.Tensor  # int32 [tokens]; past the table for padding
+    block_size: int
+
+
+class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # As the indexer's builder, so that both agree on what a decode is.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._token = torch.arange(tokens, dtype=torch.int32, device=device)
+        # Graphs keep its address.
+        self._req_id_per_token = torch.empty_like(self._token)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMLAMetadata:
+        common = common_attn_metadata
+        tokens = common.num_actual_tokens
+        # Tokens past the last request's are padding, and get the number of requests.
+        torch.searchsorted(
+            common.query_start_loc[1:],
+            self._token[:tokens],
+            right=True,
+            out_int32=True,
+            out=self._req_id_per_token[:tokens],
+        )
+        return SparseMLAMetadata(
+            num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_actual_tokens=tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=common.slot_mapping,
+            block_table=common.block_table_tensor,
+            req_id_per_token=self._req_id_per_token[:tokens],
+            block_size=self.kv_cache_spec.block_size,
+        )
+
+
+class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: Any = None,
+        **mla_args: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank: int = mla_args["kv_lora_rank"]
+        self.topk_indices_buffer: torch.Tensor = indexer.topk_indices_buffer
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, None]:
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        slots = request_rows_to_slots(
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.req_id_per_token,
+            attn_metadata.block_table,
+            attn_metadata.block_size,
+        )
+        return attend_slots(q, kv_c_and_k_pe_cache, slots, self.scale), None

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
+"""Under stock flags, over the stock cache: FlashMLA's sparse calls by our kernels on
+Hopper, where they are at least as fast; FlashMLA has every other call.
+
+`install` replaces the two functions where all of vLLM's callers import them from.
+Layers ask `padded_heads` for their width when they are made, which is in a worker, with
+CUDA initialised and before any weight is loaded: that decides for the process. A call
+before that, or without it, is FlashMLA's.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
+_ON_BY_DEFAULT = False  # until a model has run with it on a GPU
+_WIDTHS_FOUND = "dsv4_drop_in_widths"
+_OPTIONS = (SETTING, "dsv4_scales")
+_PROVIDER = "sm90"
+# The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
+# rows and prefills over BF16; V3.2 pads either call by itself.
+_ROWS_OF_CALLS = {"v4": ("v4", "bf16"), "v32": ("v32",), "bf16": ("bf16",)}
+# vLLM's fused insert of V4 writes a query of 8, 16, 32, 64 or 128 heads.
+_WIDTHS = (8, 16, 32)
+_CHECKED_HEADS = (8, 32, 128)
+_CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
+_MARK = "_dsv4_drop_in"
+
+_installed = False
+_decided = False
+_device: torch.device | None = None  # on which our kernels serve
+_narrow = False  # some layer relies on fewer heads than FlashMLA takes
+
+
+def install(namespace: dict[str, Any]) -> None:
+    """Replace the two sparse calls of `vllm/v1/attention/ops/flashmla.py`.
+
+    Does nothing where that was done, be it by this module under another name.
+    """
+    global _installed
+    for name, attempt in (
+        ("flash_mla_with_kvcache", _with_kvcache),
+        ("flash_mla_sparse_fwd", _sparse_fwd),
+    ):
+        stock = namespace[name]
+        if not hasattr(stock, _MARK):
+            namespace[name] = _before(stock, attempt)
+            _installed = True
+
+
+def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
+    """How many heads a layer should give q.
+
+    Args:
+        heads: that it has on this GPU.
+        stock: that it would pad them to for FlashMLA.
+        rows: of its cache: "v4", "v32", or "bf16" for `flash_mla_sparse_fwd` alone.
+
+    Returns:
+        8, 16 or 32 if our kernels serve this GPU and so few heads for any number of
+        tokens; `stock` otherwise.
+
+    Raises:
+        ValueError: the setting is not one that there is (`switched_on`). One sentence.
+    """
+    global _narrow
+    if not _installed or not torch.cuda.is_initialized():
+        return stock
+    if (vllm_config := get_current_vllm_config_or_none()) is None:
+        return stock
+    config = vllm_config.additional_config
+    _decide(config)
+    if _device is None or not isinstance(config, dict):
+        return stock
+    for width in _WIDTHS:
+        if heads <= width < stock and all(
+            _kernels().serves(name, width) for name in _ROWS_OF_CALLS[rows]
+        ):
+            _narrow = True
+            # vLLM hashes this: up to 0.22.1 it compiles V4's layers with their width,
+            # and would load what was compiled for another.
+            config.setdefault(_WIDTHS_FOUND, {})[rows] = width
+            return width
+    return stock
+
+
+def switched_on(additional_config: object) -> bool:
+    """What VLLM_DSV4_DROP_IN (0 or 1) and `dsv4_drop_in` in --additional-config (true
+    or false) say: off if one of them is off, on if one is on.
+
+    Raises:
+        ValueError: one of them says something else, or --additional-config has an
+            option of the overlay that there is not. One sentence.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"{VARIABLE} is {value!r}; it may be 1, or 0, which leaves sparse "
+            "attention to FlashMLA."
+        )
+    options = additional_config if isinstance(additional_config, dict) else {}
+    for name in options:
+        if str(name).startswith("dsv4_") and name not in (*_OPTIONS, _WIDTHS_FOUND):
+            raise ValueError(
+                f"--additional-config has no option {name}; those of the overlay are "
+                f"{' and '.join(_OPTIONS)}."
+            )
+    setting = options.get(SETTING)
+    if not (setting is None or isinstance(setting, bool)):
+        raise ValueError(
+            f"{SETTING} in --additional-config is {setting!r}; it may be true, or "
+            "false, which leaves sparse attention to FlashMLA."
+        )
+    if value == "0" or setting is False:
+        return False
+    return value == "1" or setting is True or _ON_BY_DEFAULT
+
+
+def _decide(additional_config: object) -> None:
+    """Once a process: whether our kernels serve the current GPU; one line in the log
+    says so, or why not."""
+    global _decided, _device
+    if _decided:
+        return
+    on = switched_on(additional_config)
+    _decided = True
+    if not on:
+        logger.info(
+            "FlashMLA has its sparse calls: the drop-in is off; %s=1 switches it on.",
+            VARIABLE,
+        )
+        return
+    from ..third_party.mla_kernels import checks, native, sm90
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    if problem := sm90.misfit(torch.cuda.get_device_capability(device)):
+        logger.info(
+            "FlashMLA has its sparse calls; the drop-in (%s) does not: %s.",
+            native.LIBRARY,
+            problem,
+        )
+        return
+    try:
+        for rows in _CHECKED_ROWS:
+            for heads in _CHECKED_HEADS:
+                checks.check_flash_mla(_PROVIDER, rows, heads)
+    except Exception as error:  # whatever it is, FlashMLA can serve
+        logger.warning(
+            "FlashMLA has its sparse calls; the drop-in (%s) failed its check of %s "
+            "rows with %d heads: %s",
+            native.LIBRARY,
+            rows,
+            heads,
+            error,
+        )
+        return
+    _device = device
+    logger.info(
+        "The drop-in (%s) has FlashMLA's sparse calls where it is at least as fast; "
+        "its check passed. %s=0 gives them back.",
+        native.LIBRARY,
+        VARIABLE,
+    )
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    # Not at the top: this module is imported where there may be no Triton.
+    from ..third_party.mla_kernels import flash_mla
+
+    return flash_mla
+
+
+def _before(stock: Callable, attempt: Callable) -> Callable:
+    """`stock`, but for the calls that `attempt` returns something for."""
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _device is not None:
+            result = attempt(stock, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return stock(*args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def _with_kvcache(
+    stock: Callable,
+    q: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    head_dim_v: int | None = None,
+    tile_scheduler_metadata: object = None,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *more: Any,
+    **unknown: Any,
+) -> Any:
+    if more or indices is None or not _is_query(q, 4):
+        return NotImplemented
+    rest = {
+        "k_cache": k_cache,
+        "block_table": block_table,
+        "cache_seqlens": cache_seqlens,
+        "head_dim_v": head_dim_v,
+        "tile_scheduler_metadata": tile_scheduler_metadata,
+        "num_splits": num_splits,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "is_fp8_kvcache": is_fp8_kvcache,
+        "indices": indices,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+        **unknown,
+    }
+    flash_mla, heads = _kernels(), q.shape[2]
+    rows = "v4" if q.shape[3] == 512 else "v32"
+    if not unknown and flash_mla.serves(rows, heads, q.shape[0] * q.shape[1]):
+        served = _served(flash_mla.flash_mla_with_kvcache, q, attn_sink, out, rest)
+        if served is not None:
+            return served
+    if not _narrow or heads in (64, 128):
+        return NotImplemented
+    wide, lse = _padded(stock, q, 64 if heads <= 64 else 128, attn_sink, rest)
+    return _cut(wide, heads, out), lse[:, :heads]
+
+
+def _sparse_fwd(
+    stock: Callable,
+    q: torch.Tensor | None = None,
+    kv: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *more: Any,
+    **unknown: Any,
+) -> Any:
+    if more or not _is_query(q, 3):
+        return NotImplemented
+    rest = {
+        "kv": kv,
+        "indices": indices,
+        "sm_scale": sm_scale,
+        "d_v": d_v,
+        "topk_length": topk_length,
+        **unknown,
+    }
+    flash_mla, (tokens, heads, _) = _kernels(), q.shape
+    if not unknown and flash_mla.serves("bf16", heads, tokens):
+        served = _served(flash_mla.flash_mla_sparse_fwd, q, attn_sink, out, rest)
+        if served is not None:
+            return served
+    if not _narrow or heads % 64 == 0:
+        return NotImplemented
+    wide, *others = _padded(stock, q, -(-heads // 64) * 64, attn_sink, rest)
+    return _cut(wide, heads, out), *(x[:, :heads] for x in others)
+
+
+def _is_query(q: torch.Tensor | None, dims: int) -> bool:
+    return (
+        isinstance(q, torch.Tensor)
+        and q.dim() == dims
+        and q.shape[-1] in (512, 576)
+        and q.dtype == torch.bfloat16
+        and q.device == _device
+    )
+
+
+def _served(
+    function: Callable,
+    q: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor | None,
+    rest: dict[str, Any],
+) -> tuple | None:
+    """What our `function` returns; None if the arguments are not for it."""
+    if sink is not None and sink.shape[0] > q.shape[-2]:
+        sink = sink[: q.shape[-2]]  # up to 0.22.1 it is 64 long in any case
+    try:
+        return function(q, attn_sink=sink, out=out, provider=_PROVIDER, **rest)
+    except ValueError as error:  # it says so before it does anything
+        logger.warning_once("FlashMLA has calls that the drop-in refuses: %s", error)
+        return None
+
+
+def _padded(
+    stock: Callable,
+    q: torch.Tensor,
+    width: int,
+    sink: torch.Tensor | None,
+    rest: dict[str, Any],
+) -> tuple:
+    """What FlashMLA returns for q of `width` heads, those behind its own zero."""
+    wide = q.new_zeros(*q.shape[:-2], width, q.shape[-1])
+    wide[..., : q.shape[-2], :] = q
+    if sink is not None:
+        missing = max(0, width - sink.shape[0])
+        sink = torch.nn.functional.pad(sink[:width], (0, missing))
+    return stock(q=wide, attn_sink=sink, **rest)
+
+
+def _cut(wide: torch.Tensor, heads: int, out: torch.Tensor | None) -> torch.Tensor:
+    return wide[..., :heads, :] if out is None else out.copy_(wide[..., :heads, :])

@@ -1,0 +1,190 @@
+"""The indexer's scores and picks against the definition in float64, and against torch's own top-k."""
+
+import pytest
+import torch
+from mla_kernels import indexer
+
+FP8 = torch.float8_e4m3fn
+INF = float("inf")
+PROVIDERS = pytest.mark.parametrize("provider", ["reference", "triton"])
+
+
+def draw(gen, *shape, std=1.0):
+    return torch.randn(*shape, generator=gen) * std
+
+
+def query(gen, tokens, heads, dim, dtype):
+    q = draw(gen, tokens, heads, dim, std=8.0 if dtype == FP8 else 1.0).to(dtype)
+    return q, draw(gen, tokens, heads)
+
+
+def definition(q, keys, weights):
+    """[tokens, heads, dim], [keys, dim] and [tokens, heads] to [tokens, keys], in float64."""
+    products = torch.einsum("thd,kd->thk", q.double(), keys.double()).relu()
+    return torch.einsum("thk,th->tk", products, weights.double())
+
+
+def close(have, want):
+    have = have.cpu().double()
+    assert torch.equal(have == -INF, want == -INF)
+    seen = want != -INF
+    assert ((have - want)[seen].abs() <= 1e-5 * want[seen].abs().amax() + 1e-6).all()
+
+
+@PROVIDERS
+@pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("heads", [32, 64, 80])
+@pytest.mark.parametrize("from_start", [False, True])
+def test_scores(device, provider, dtype, heads, from_start):
+    gen = torch.Generator().manual_seed(heads)
+    keys = draw(gen, 150, 128, std=8.0 if dtype == FP8 else 1.0).to(dtype)
+    scales = None if dtype == torch.bfloat16 else torch.rand(150, generator=gen) + 0.1
+    q, weights = query(gen, 7, heads, 128, dtype)
+    # Two requests of a chunk, a token without a key, one that sees all, one past the end.
+    starts = torch.tensor([0, 0, 60, 60, 60, 0, 140], dtype=torch.int32)
+    ends = torch.tensor([1, 59, 61, 150, 60, 150, 170], dtype=torch.int32)
+    width = 150 if from_start else None
+    values = keys.double() * (1 if scales is None else scales.double()[:, None])
+    whole = definition(q, values, weights)
+    want = torch.full((7, 150), -INF, dtype=torch.float64)
+    for token, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        end = min(end, 150)
+        first = start if from_start else 0
+        want[token, start - first : end - first] = whole[token, start:end]
+    given = [None if x is None else x.to(device) for x in (q, keys, scales, weights, starts, ends)]
+    close(indexer.indexer_scores(*given, width, provider=provider), want)
+
+
+def pages(gen, blocks, page, dim, padding=0):
+    """The cache as vLLM has it (a block's values, then its scales), and its keys."""
+    values, scales = draw(gen, blocks, page, dim, std=8.0).to(FP8), torch.rand(blocks, page, generator=gen) + 0.1
+    raw = torch.cat([values.view(torch.uint8).flatten(1), scales.view(torch.uint8).flatten(1)], 1)
+    store = torch.full((blocks, raw.shape[1] + padding), 255, dtype=torch.uint8)  # 255 is NaN
+    store[:, : raw.shape[1]] = raw
+    cache = store.as_strided((blocks, page, dim + 4), (store.shape[1], dim + 4, 1))
+    return cache, values.double() * scales.double()[..., None]
+
+
+@PROVIDERS
+@pytest.mark.parametrize("q_len, padding", [(1, 0), (1, 448), (3, 0)])
+def test_scores_of_pages(device, provider, q_len, padding):
+    gen = torch.Generator().manual_seed(q_len)
+    cache, keys = pages(gen, 9, 64, 128, padding)
+    table = torch.tensor([[4, 2, 7, 1000], [0, 8, -1, 5]], dtype=torch.int32)  # stale past what a request uses
+    lengths = torch.tensor([[190 - q_len + i + 1 for i in range(q_len)], [65 + i for i in range(q_len)]])
+    q, weights = query(gen, 2 * q_len, 64, 128, FP8)
+    want = torch.full((2 * q_len, 200), -INF, dtype=torch.float64)
+    for token in range(2 * q_len):
+        length = int(lengths.view(-1)[token])
+        request = keys[table[token // q_len, : -(-length // 64)].long()].flatten(0, 1)[:length]
+        want[token, :length] = definition(q[token : token + 1], request, weights[token : token + 1])[0]
+    store = cache if not padding else cache.as_strided((9, cache.stride(0)), (cache.stride(0), 1))
+    store = store.to(device)
+    cache = store if not padding else store.as_strided(cache.shape, cache.stride())
+    given = q.view(2, q_len, 64, 128).to(device), cache.unsqueeze(2), weights.to(device), lengths.int().to(device)
+    close(indexer.paged_indexer_scores(*given, table.to(device), 200, provider=provider), want)
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+def test_every_e4m3_byte_by_bits_and_by_hardware(device, monkeypatch, hardware):
+    """The GPUs without E4M3 decode it by its bits: each finite byte as a key, against torch."""
+    if hardware and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no E4M3")
+    monkeypatch.setattr(indexer, "_converts_e4m3", lambda device: hardware)
+    raw = torch.arange(256, dtype=torch.uint8)
+    raw = raw[raw & 0x7F != 0x7F]  # NaN
+    keys = torch.zeros(len(raw), 16, dtype=torch.uint8)
+    keys[:, 0] = raw
+    keys = keys.view(FP8)
+    q = torch.zeros(1, 2, 16)
+    q[0, 0, 0], q[0, 1, 0] = 1, -1
+    weights = torch.tensor([[1.0, -1.0]])
+    starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([len(raw)], dtype=torch.int32)
+    given = [x.to(device) for x in (q.to(FP8), keys, torch.ones(len(raw)), weights, starts, ends)]
+    scores = indexer.indexer_scores(*given, provider="triton").cpu()
+    assert torch.equal(scores[0], raw.view(FP8).float())
+
+
+def topk_case(rows, columns, seed):
+    gen = torch.Generator().manual_seed(seed)
+    scores = draw(gen, rows, columns, std=3.0)
+    starts = torch.randint(0, columns // 3, (rows,), generator=gen, dtype=torch.int32)
+    ends = torch.randint(columns // 2, columns + 1, (rows,), generator=gen, dtype=torch.int32)
+    ends[0] = starts[0]  # no score
+    return scores, starts, ends
+
+
+@PROVIDERS
+@pytest.mark.parametrize("columns, k", [(40, 64), (700, 64), (5000, 512), (6000, 2048), (1500, 1)])
+def test_topk_of_distinct_scores_is_torchs(device, provider, columns, k):
+    scores, starts, ends = topk_case(5, columns, columns)
+    given = (x.to(device) for x in (scores, starts, ends))
+    picked = indexer.indexer_topk(*given, k, provider=provider).cpu()
+    for row in range(5):
+        part = scores[row, starts[row] : ends[row]]
+        want = part.topk(min(k, len(part))).indices.sort().values.int().tolist()
+        assert picked[row].tolist() == want + [-1] * (k - len(want))
+
+
+@PROVIDERS
+def test_of_equal_scores_the_leftmost(device, provider):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, 1e-40, -1e-40, 3.0])
+    gen = torch.Generator().manual_seed(3)
+    scores = values[torch.randint(len(values), (6, 3000), generator=gen)]
+    ends = torch.tensor([3000, 2999, 2100, 2048, 2000, 0], dtype=torch.int32)
+    picked = indexer.indexer_topk(scores.to(device), None, ends.to(device), 2048, provider=provider).cpu()
+    for row in range(6):
+        part = [(-float(x), i) for i, x in enumerate(scores[row, : ends[row]])]
+        want = sorted(i for _, i in sorted(part)[:2048])  # by falling score, then from the left
+        assert picked[row].tolist() == want + [-1] * (2048 - len(want))
+
+
+def test_topk_into_vllms_wider_buffer(device):
+    scores, starts, ends = (x.to(device) for x in topk_case(4, 300, 1))
+    buffer = torch.full((6, 128), 7, dtype=torch.int32, device=device)
+    out = indexer.indexer_topk(scores, starts, ends, 64, buffer[1:5, :64], provider="triton")
+    assert out.data_ptr() == buffer[1].data_ptr() and (buffer[:, 64:] == 7).all() and (buffer[5] == 7).all()
+    assert torch.equal(out, indexer.indexer_topk(scores, starts, ends, 64, provider="reference"))
+
+
+def arguments():
+    return dict(
+        q=torch.zeros(2, 4, 16).to(FP8), keys=torch.zeros(5, 16).to(FP8), key_scales=torch.ones(5),
+        weights=torch.ones(2, 4), starts=torch.zeros(2, dtype=torch.int32), ends=torch.ones(2, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(q=torch.zeros(2, 4, 16)), "q must be E4M3 or BF16"),
+        (dict(q=torch.zeros(2, 4, 24).to(FP8)), "its last dimension a power of two"),
+        (dict(keys=torch.zeros(5, 16).bfloat16()), r"keys must be torch.float8_e4m3fn \[keys, 16\]"),
+        (dict(weights=torch.ones(2, 5)), r"weights must be float32 \[2, 4\]"),
+        (dict(key_scales=torch.ones(4)), r"key_scales must be torch.float32 \[5\]"),
+        (dict(ends=torch.ones(3, dtype=torch.int32)), r"ends must be torch.int32 \[2\]"),
+        (dict(provider="cuda"), "the indexer has no provider 'cuda'"),
+    ],
+)
+def test_refusals(change, words):
+    with pytest.raises(ValueError, match=words):
+        indexer.indexer_scores(**arguments() | change)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(cache=torch.zeros(3, 64, 20)), r"q must be E4M3 and cache uint8 \[blocks, block_size, 20\]"),
+        (dict(context_lens=torch.ones(3, dtype=torch.int32)), r"context_lens must be int32 \[2, 1\]"),
+        (dict(block_table=torch.zeros(1, 3, dtype=torch.int32)), "block_table must be int32 of 2 rows"),
+        (dict(cache=torch.zeros(3, 64, 40, dtype=torch.uint8)[..., :20]), "a block of cache must be in one piece"),
+    ],
+)
+def test_refusals_of_pages(change, words):
+    given = dict(
+        q=torch.zeros(2, 1, 4, 16).to(FP8), weights=torch.ones(2, 4),
+        cache=torch.zeros(3, 64, 20, dtype=torch.uint8),
+        context_lens=torch.ones(2, dtype=torch.int32), block_table=torch.zeros(2, 3, dtype=torch.int32), width=64,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        indexer.paged_indexer_scores(**given | change)

@@ -1,0 +1,100 @@
+"""Slots of picked rows, by each provider against a loop over the definition."""
+
+import pytest
+import torch
+from mla_kernels.slots import request_rows_to_slots
+
+PAGE = 64
+FAR = 2**31 - 1
+
+
+def expected(rows, requests, table, prefills=None, starts=None):
+    slots = []
+    for token, picked in enumerate(rows.tolist()):
+        request, prefill = int(requests[token]), -1 if prefills is None else int(prefills[token])
+        line = []
+        for row in picked:
+            if row < 0:
+                line.append(-1)
+            elif prefill >= 0:
+                line.append(int(starts[prefill]) + row if prefill < len(starts) else -1)
+            elif not 0 <= request < len(table) or row // PAGE >= table.shape[1]:
+                line.append(-1)
+            else:
+                block = int(table[request, row // PAGE])
+                line.append(block * PAGE + row % PAGE if block >= 0 else -1)
+        slots.append(line)
+    return torch.tensor(slots, dtype=torch.int32).view(rows.shape)
+
+
+def batch(columns, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    table = torch.randperm(60, generator=gen).int().view(4, 15)
+    table[2, 11:] = -1  # of a shorter request
+    rows = torch.randint(-1, 15 * PAGE + 70, (9, columns), generator=gen, dtype=torch.int32)
+    rows[:, 0] = torch.tensor([-1, 0, 63, 64, 15 * PAGE - 1, 15 * PAGE, FAR, -FAR, 5])
+    requests = torch.tensor([0, 0, 1, 2, 2, 3, 3, 7, -1, 99], dtype=torch.int32)  # two of no request, one to spare
+    return rows, requests, table
+
+
+@pytest.mark.parametrize("provider", ["reference", "triton"])
+@pytest.mark.parametrize("columns", [1, 100, 512, 2048])
+def test_slots(device, provider, columns):
+    rows, requests, table = batch(columns, columns)
+    slots = request_rows_to_slots(rows.to(device), requests.to(device), table.to(device), PAGE, provider=provider)
+    assert torch.equal(slots.cpu(), expected(rows, requests, table))
+
+
+@pytest.mark.parametrize("provider", ["reference", "triton"])
+def test_rows_of_a_gathered_workspace(device, provider):
+    rows, requests, table = batch(300)
+    prefills = torch.tensor([-1, -1, 0, 0, 1, 1, 2, 5, -1], dtype=torch.int32)  # 5 is past the starts
+    starts = torch.tensor([0, 1000, 70000], dtype=torch.int32)
+    rows[rows > 10**6] = 3  # a workspace has no row of 2^31
+    given = (x.to(device) for x in (prefills, starts))
+    slots = request_rows_to_slots(
+        rows.to(device), requests.to(device), table.to(device), PAGE, *given, provider=provider
+    )
+    assert torch.equal(slots.cpu(), expected(rows, requests, table, prefills, starts))
+
+
+@pytest.mark.parametrize("provider", ["reference", "triton"])
+def test_in_place_and_in_a_wider_buffer(device, provider):
+    """vLLM's buffers of picks are wider and longer than a step needs."""
+    rows, requests, table = batch(96)
+    wide = torch.full((20, 128), 7, dtype=torch.int32)
+    wide[:9, :96] = rows
+    wide, view = wide.to(device), slice(0, 9)
+    part = wide[view, :96]
+    out = request_rows_to_slots(part, requests.to(device), table.to(device), PAGE, out=part, provider=provider)
+    assert out.data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[view, :96].cpu(), expected(rows, requests, table))
+    assert (wide[:, 96:] == 7).all() and (wide[9:] == 7).all()
+
+
+def test_no_tokens(device):
+    _, requests, table = batch(1)
+    none = torch.empty(0, 2048, dtype=torch.int32, device=device)
+    slots = request_rows_to_slots(none, requests.to(device), table.to(device), PAGE, provider="triton")
+    assert slots.shape == (0, 2048)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(rows=torch.zeros(2, 3, dtype=torch.int64)), "rows must be int32 of 2 dimensions"),
+        (dict(block_table=torch.zeros(4, 2, dtype=torch.int32).T), "block_table must be contiguous in its last"),
+        (dict(request_of_token=torch.zeros(1, dtype=torch.int32)), "request_of_token has 1 elements for 2 tokens"),
+        (dict(prefill_of_token=torch.zeros(2, dtype=torch.int32)), "prefill_of_token and workspace_starts go"),
+        (dict(block_size=0), "block_size must be at least 1, and is 0"),
+        (dict(out=torch.zeros(2, 4, dtype=torch.int32)), r"out must be \[2, 3\], got \[2, 4\]"),
+        (dict(provider="cuda"), "slots have no provider 'cuda'"),
+    ],
+)
+def test_refusals(change, words):
+    arguments = dict(
+        rows=torch.zeros(2, 3, dtype=torch.int32), request_of_token=torch.zeros(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 4, dtype=torch.int32), block_size=PAGE,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        request_rows_to_slots(**arguments | change)

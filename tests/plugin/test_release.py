@@ -1,0 +1,95 @@
+"""The plugin on the released files of the vLLM that VLLM_SOURCE names (scripts/test.sh), else of 0.22.1."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from asking import HERE, SET, ask, is_set, lines
+from building import run
+from process import CALLERS, FIRST_V4, SPARSE
+
+V4 = "vllm.models.deepseek_v4.nvidia.flashmla"
+SMALL = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "dtype": "bfloat16",
+    "vocab_size": 8192,
+    "hidden_size": 4096,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": [0, 4, 0],
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 65536,
+}
+
+
+@pytest.fixture(scope="module")
+def release():
+    source = os.environ.get("VLLM_SOURCE")
+    if source is None:
+        return "0.22.1"
+    return re.search(r"^Version: (.*)$", Path(source, "PKG-INFO").read_text(), re.M)[1]
+
+
+@pytest.fixture(scope="module")
+def narrow(site, tmp_path_factory):
+    """The installed wheel, whose drop-in lets heads be as they are without a GPU."""
+    folder = shutil.copytree(site, tmp_path_factory.mktemp("narrow") / "site")
+    with (folder / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").open("a") as file:
+        file.write("\n\ndef padded_heads(heads, stock, rows='v4'):\n    return min(heads, stock)\n")
+    return folder
+
+
+def callers(tree):
+    """The modules in which a release calls FlashMLA, or pads heads for it."""
+    return [name for name in CALLERS if (tree / (name.replace(".", "/") + ".py")).is_file()]
+
+
+def test_it_is_set(trees, narrow, release):
+    """From the released files, by real imports: functions wherever they are called from, heads wherever they are
+    padded, CUDA left alone, one line in the log. In one release callers are there before the plugin."""
+    tree = trees(release)
+    request = {"site": str(narrow), "before" if release == "0.22.1" else "after": callers(tree)}
+    ((answer, log),) = ask(tree, [request])
+    here = answer["here"]
+    assert is_set(here) and here["cuda"] is False
+    assert SPARSE in here["modules"] and (V4 in here["modules"]) != (FIRST_V4 in here["modules"])
+    assert ("vllm.models.deepseek_v41.nvidia.flashmla" in here["modules"]) == (release >= "0.30")
+    padded = [heads for found in here["heads"].values() for heads in found.values()]
+    assert len(padded) >= 3 and set(padded) == {16}
+    (line,) = lines(log)
+    assert f"{SET} {release};" in line and "INFO" in line
+
+
+def test_a_server_s_own_configuration_and_layers(trees, narrow, release, tmp_path):
+    """EngineArgs loads the plugin; backend, cache and configuration stay stock's, and layers have their heads."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+
+    def answer(*site):
+        paths = os.pathsep.join(map(str, (trees(release), *site)))
+        env = {"PYTHONPATH": paths, "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        request = json.dumps([[f"--model={tmp_path}", "--kv-cache-dtype=fp8"]])
+        hopper = HERE.parent / "glue/hopper.py"
+        done = run(sys.executable, hopper, input=request, env=os.environ | env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])[0]
+
+    stock, ours = answer(), answer(narrow)
+    assert (stock["layers"].pop("padded_heads"), ours["layers"].pop("padded_heads")) == (64, 16)
+    assert ours == stock and not ours["cuda_initialized"]
