@@ -459,7 +459,7 @@ def _together(root: Path, release: str, sources: dict[str, bytes]) -> list[str]:
     problems = []
     try:
         for names, diff in Stack(series_of(root, release)).pairs():
-            if ", " not in names:
+            if ", " not in names or diff.path not in sources:  # else another series is asked
                 continue
             try:
                 ast.parse(diff.apply(sources[diff.path]))

@@ -183,6 +183,16 @@ def test_series_that_want_the_same_lines(tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_files_of_two_series_are_not_those_of_a_third(engine, monkeypatch):
+    own = "vllm/sub/__init__.py"
+    make_repo(engine.root, name="third", patches={"own.patch": [own]}, edited={own: b"own = 1\n"}, overlay={})
+    monkeypatch.setattr(maintain.fetch, "archive", lambda series, release: release)
+    monkeypatch.setattr(maintain, "pristine_from_archive", lambda release: PRISTINE)
+    third = engine.root / f"patches/third/{RELEASE}"
+    problems, _ = maintain.check(engine.root, third, lambda series: PRISTINE, served=True)
+    assert not [problem for problem in problems if "together" in problem]
+
+
 @pytest.mark.parametrize("options", [[], ["--series", "drop-in"]])
 def test_a_record_that_git_clean_took(engine, tmp_path, options):
     target = make_target(tmp_path / "t", "git")

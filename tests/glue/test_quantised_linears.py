@@ -12,11 +12,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.dsv4_overlay import quantised_linears, weight_formats
+import vllm.dsv4_overlay
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests/engine"))
+from smallworld import Engine, metadata  # noqa: E402
+
 sys.path.insert(0, str(ROOT / "scripts"))
+from dsv4_overlay_tools.series import series_of  # noqa: E402
+
+RECORD = Path(vllm.__file__).parent / "_dsv4_overlay/record.json"
+RELEASE = json.loads(RECORD.read_text())["release"]
+if not any(series.name == "quantised-linears" for series in series_of(ROOT, RELEASE)):
+    pytest.skip(f"vLLM {RELEASE} has no series of quantised linears", allow_module_level=True)
+# The tree of the tests has what is not on request.
+vllm.dsv4_overlay.__path__.append(str(ROOT / "overlay/common/vllm/dsv4_overlay"))
+from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
+
 import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.quantised import (  # noqa: E402
     LAYOUTS,
@@ -81,40 +94,15 @@ IN_A_LOADED_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # of dra
 NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias")  # without activation order; no biases
 
 
-def series(release):
-    return ROOT / "patches/quantised-linears" / release
-
-
 @pytest.fixture(scope="session")
-def release(applied):
-    found = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())["release"]
-    if not series(found).is_dir():
-        pytest.skip(f"no series of quantised linears for {found}")
-    return found
-
-
-def tree_with(applied, release, folder, wanted):
-    """`applied` if it has the series or not, as wanted, else such a tree, of links but for the patched files."""
-    model = "vllm/models/deepseek_v4/nvidia/model.py"
-    if ("quantised_linears" in (applied / model).read_text()) is wanted:
-        return applied
-    no_bytecode = shutil.ignore_patterns("*.pyc")
-    shutil.copytree(applied / "vllm", folder / "vllm", copy_function=os.link, ignore=no_bytecode)
-    for name in (series(release) / "series").read_text().split("\n"):
-        if name and not name.startswith("#"):
-            reverse = [] if wanted else ["--reverse"]
-            subprocess.run(["git", "apply", *reverse, series(release) / name], cwd=folder, check=True)
+def patched(applied, tmp_path_factory):
+    """A copy of the applied tree with all of the release's series, these on request among them."""
+    folder, engine = tmp_path_factory.mktemp("patched"), Engine(ROOT)
+    shutil.copytree(applied / "vllm", folder / "vllm")
+    (folder / "PKG-INFO").write_bytes(metadata(RELEASE))
+    engine.ok(folder, "--revert")
+    engine.ok(folder, *(f"--series={series.name}" for series in series_of(ROOT, RELEASE)))
     return folder
-
-
-@pytest.fixture(scope="session")
-def patched(applied, release, tmp_path_factory):
-    return tree_with(applied, release, tmp_path_factory.mktemp("patched"), True)
-
-
-@pytest.fixture(scope="session")
-def stock(applied, release, tmp_path_factory):
-    return tree_with(applied, release, tmp_path_factory.mktemp("stock"), False)
 
 
 @pytest.fixture(scope="session")
@@ -167,8 +155,9 @@ def loaded(patched, checkpoints, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def loaded_by_stock(stock, checkpoints):
-    return load(stock, checkpoints)
+def loaded_without(applied, checkpoints):
+    """By vLLM with the other series only."""
+    return load(applied, checkpoints)
 
 
 @pytest.mark.parametrize("layout", QUANTISED)
@@ -183,8 +172,8 @@ def test_each_layer_of_each_layout_holds_the_values_of_the_checkpoint(loaded, la
 
 
 @pytest.mark.parametrize("layout", QUANTISED)
-def test_linears_have_the_method_of_their_tensors(loaded, layout, release):
-    renamed = RENAMED.get(release, {})
+def test_linears_have_the_method_of_their_tensors(loaded, layout):
+    renamed = RENAMED.get(RELEASE, {})
     linears, others, experts, drafts = (
         name if isinstance(name, dict) else renamed.get(name, name) for name in EXPECTED[layout]
     )
@@ -218,15 +207,15 @@ def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
     assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
 
 
-def test_where_stock_vllm_stops(loaded_by_stock, release):
-    stops = STOPS[release]
-    errors = {name: loaded_by_stock[name].get("error") for name in LAYOUTS}
+def test_where_stock_vllm_stops(loaded_without):
+    stops = STOPS[RELEASE]
+    errors = {name: loaded_without[name].get("error") for name in LAYOUTS}
     assert {name for name, error in errors.items() if error} == set(stops)
     assert all(errors[name].startswith(start) for name, start in stops.items())
 
 
-def test_deepseeks_own_format_is_left_to_vllm(loaded, loaded_by_stock):
-    ours, theirs = loaded["fp8"], loaded_by_stock["fp8"]
+def test_deepseeks_own_format_is_left_to_vllm(loaded, loaded_without):
+    ours, theirs = loaded["fp8"], loaded_without["fp8"]
     assert not ours["adapted"] and ours["layers"] == theirs["layers"] and ours["unloaded"] == theirs["unloaded"]
 
 
