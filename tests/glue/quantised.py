@@ -51,8 +51,10 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.dsv4_overlay import quantised_linears  # noqa: E402
 from vllm.dsv4_overlay.weight_formats import dequantise  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.kernels.linear import _POSSIBLE_NVFP4_KERNELS  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.models.deepseek_v4.nvidia.mtp import DeepSeekV4MTP  # noqa: E402
+from vllm.platforms import PlatformEnum  # noqa: E402
 
 for name in ("compressed_tensors.compressed_tensors", "modelopt", "inc", "auto_gptq", "moe_wna16", "fp8", "mxfp4"):
     importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
@@ -81,7 +83,7 @@ class Log(logging.Handler):
         Log.lines.append(record.getMessage())
 
 
-logging.getLogger("vllm").addHandler(Log())
+LOG = Log()
 
 
 def tensors(folder):
@@ -162,6 +164,7 @@ def run(folder):
         enforce_eager=True,
         speculative_config={"method": "mtp", "num_speculative_tokens": 1},
     ).create_engine_config()
+    logging.getLogger("vllm").addHandler(LOG)  # vLLM has configured its log by now, which removes handlers
     reference = Path(f"{folder}-bf16")
     reference = dict(tensors(reference)) if reference.is_dir() else None
     layers = config.model_config.hf_config.num_hidden_layers
@@ -178,6 +181,7 @@ def run(folder):
                 shown = name.replace(".mla_attn.", ".").removesuffix(".routed_experts")
                 result["layers"][shown] = look(name, layer, layers, reference)
     result["adapted"] = hasattr(config.quant_config, "dsv4_checkpoint")
+    result["kernels"] = [kernel.__name__ for kernel in _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]]
     return result | {"log": list(Log.lines)}
 
 

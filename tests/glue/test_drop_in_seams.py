@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests/engine"))
 from smallworld import Engine, metadata, snapshot, write  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from dsv4_overlay_tools.series import find_series  # noqa: E402
+from dsv4_overlay_tools.series import Stack, find_series, series_of  # noqa: E402
 
 CALLS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 
@@ -38,18 +38,19 @@ def test_all_series_of_the_release_are_applied(record, stack):
     assert record["series"] == stack.releases and "drop-in" in stack.releases
 
 
-@pytest.mark.parametrize("name", ["drop-in", "full-width", None])
+@pytest.mark.parametrize("name", ["drop-in", "full-width", "quantised-linears", None])
 def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, name):
     """Onto the files they touch or rely on, as released; what they make is Python, and every byte comes back."""
     if name is None and len(stack.releases) == 1:
         pytest.skip("this release has one series")
     options = ["--series", name] if name else []
+    every = Stack(series_of(ROOT, record["release"]))
+    files = {path: (applied / path).read_bytes() for path in ["vllm/__init__.py", *every.files, *every.relied_on]}
     originals = applied / "vllm/_dsv4_overlay/originals"
-    files = {path: (applied / path).read_bytes() for path in ["vllm/__init__.py", *stack.relied_on]}
     files |= {path: (originals / f"{quote(path, safe='')}.orig").read_bytes() for path in stack.files}
     write(tmp_path, files | {"PKG-INFO": metadata(record["release"])})
     before, engine = snapshot(tmp_path), Engine(ROOT)
-    if name and name not in stack.releases:
+    if name and name not in every.releases:
         assert f"has no series '{name}'" in engine.refused("no-series", tmp_path, *options)["message"]
         assert snapshot(tmp_path) == before
         return
@@ -61,7 +62,13 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     touched = find_series(ROOT, record["release"], [name] if name else []).files
     assert {file["path"] for file in report["files"] if file["action"] == "patched"} == touched.keys()
     added = {file["path"] for file in report["files"] if file["action"] == "added"}
-    assert ("vllm/dsv4_overlay/backend.py" in added) == (name != "drop-in" and "full-width" in stack.releases)
+    applied_here = [name] if name else stack.releases
+    for file, users in {
+        "vllm/dsv4_overlay/backend.py": {"full-width"},
+        "vllm/dsv4_overlay/quantised_linears.py": {"quantised-linears"},
+        "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width"},
+    }.items():
+        assert (file in added) == bool(users & set(applied_here))
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"
     if name and len(stack.releases) > 1:
         message = engine.refused("patch-changed", tmp_path)["message"]

@@ -28,8 +28,6 @@ if not any(series.name == "quantised-linears" for series in series_of(ROOT, RELE
     pytest.skip(f"vLLM {RELEASE} has no series of quantised linears", allow_module_level=True)
 # The tree of the tests has what is not on request.
 vllm.dsv4_overlay.__path__.append(str(ROOT / "overlay/common/vllm/dsv4_overlay"))
-from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
-
 import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.quantised import (  # noqa: E402
     LAYOUTS,
@@ -40,6 +38,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     gptq_int4,
     modelopt_nvfp4,
 )
+from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
 
 TINY = mini.Shape(
     hidden=256,
@@ -78,17 +77,6 @@ RENAMED = {
         "AutoGPTQLinearMethod": "INCLinearMethod",
         "CompressedTensorsWNA16MarlinMoEMethod": "CompressedTensorsWNA16MoEMethod",
     }
-}
-# How vLLM itself stops; where a layout is not named, it does not.
-STOPS = {
-    "0.22.1": dict.fromkeys(["nvfp4", "autoround", "ct-nvfp4", "ct-w4a16"], "KeyError: 'scale_fmt'")
-    | {"nvfp4-experts": "NotImplementedError: ", "bf16": "AttributeError: "},
-    "0.33.0": {
-        "nvfp4": "KeyError: 'layers.1.attn.compressor.fused_wkv_wgate.",
-        "autoround": "KeyError: 'layers.0.attn.",
-        "ct-nvfp4": "KeyError: 'layers.0.ffn.shared_experts.",
-        "ct-w4a16": "KeyError: 'layers.0.ffn.shared_experts.",
-    },
 }
 IN_A_LOADED_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # of drafts: the model's own are shared
 NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias")  # without activation order; no biases
@@ -154,12 +142,6 @@ def loaded(patched, checkpoints, tmp_path_factory):
     return load(patched, checkpoints | more)
 
 
-@pytest.fixture(scope="session")
-def loaded_without(applied, checkpoints):
-    """By vLLM with the other series only."""
-    return load(applied, checkpoints)
-
-
 @pytest.mark.parametrize("layout", QUANTISED)
 def test_each_layer_of_each_layout_holds_the_values_of_the_checkpoint(loaded, layout):
     result = loaded[layout]
@@ -198,6 +180,11 @@ def test_experts_and_linears_run_on_marlin_on_hopper(loaded):
     assert f"NVFP4 linears run on MarlinNvFp4LinearKernel: {reason}." in log
 
 
+def test_the_cute_dsl_product_is_tried_first(loaded):
+    own = ["FlashInferCuteDslNvFp4LinearKernel"] if RELEASE == "0.33.0" else ["CuTeDSLNvFp4LinearKernel"]
+    assert loaded["nvfp4"]["kernels"][:1] == own
+
+
 @pytest.mark.parametrize("layout", QUANTISED)
 def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
     layers = loaded[layout]["layers"]
@@ -207,16 +194,12 @@ def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
     assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
 
 
-def test_where_stock_vllm_stops(loaded_without):
-    stops = STOPS[RELEASE]
-    errors = {name: loaded_without[name].get("error") for name in LAYOUTS}
-    assert {name for name, error in errors.items() if error} == set(stops)
-    assert all(errors[name].startswith(start) for name, start in stops.items())
-
-
-def test_deepseeks_own_format_is_left_to_vllm(loaded, loaded_without):
-    ours, theirs = loaded["fp8"], loaded_without["fp8"]
-    assert not ours["adapted"] and ours["layers"] == theirs["layers"] and ours["unloaded"] == theirs["unloaded"]
+def test_deepseeks_own_format_is_left_to_vllm(loaded):
+    layers = {name: layer["method"] for name, layer in loaded["fp8"]["layers"].items()}
+    methods = {"Fp8LinearMethod": EVERY_LINEAR[:7], PLAIN: EVERY_LINEAR[7:], "Fp8MoEMethod": ["ffn.experts"]}
+    for method, names in methods.items():
+        assert {layers[f"model.layers.1.{name}"] for name in names if name != "attn.wo_b"} == {method}
+    assert not loaded["fp8"]["adapted"]
 
 
 def test_a_checkpoint_without_quantisation_loads(loaded):
@@ -384,25 +367,34 @@ def test_a_quantised_product_runs_through_the_layer(as_tuple, dtype):
     assert layer.asked == 1 and result.dtype == torch.float32 and torch.equal(result, out.float())
 
 
-def test_the_grouped_product_is_vllms_reference():
-    from vllm.v1.attention.ops.rocm_aiter_mla_sparse import rocm_inv_rope_einsum
-
+def test_the_grouped_product_is_its_definition():
+    """In float64: each pair of a head's last 64 values turned back by its position's angle, then the product."""
     torch.manual_seed(0)
     tokens, heads, groups, rank = 5, 8, 2, 24
     angles = torch.arange(32).unsqueeze(1) * torch.logspace(0, -4, 32)
-    rope = SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1))
     attention = SimpleNamespace(
         rope_head_dim=64,
-        rotary_emb=rope,
+        rotary_emb=SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1)),
         n_local_groups=groups,
         o_lora_rank=rank,
         wo_a=SimpleNamespace(weight=torch.randn(groups * rank, heads // groups * 512, dtype=torch.bfloat16) / 45),
     )
     o, positions = torch.randn(tokens, heads, 512, dtype=torch.bfloat16), torch.tensor([0, 3, 31, 7, 7])
-    expected = rocm_inv_rope_einsum(rope, o, positions, 64, groups, rank, attention.wo_a)
-    assert torch.equal(quantised_linears.grouped_product(attention, o, positions), expected)
-    turned = quantised_linears.grouped_product(attention, o, positions + 1 - torch.tensor([0, 0, 1, 0, 0]))
-    assert not torch.equal(turned, expected)  # positions matter
+
+    def definition(positions):
+        exact = o.double()
+        pairs = torch.view_as_complex(exact[..., -64:].unflatten(-1, (32, 2)))
+        back = -angles[positions].double().unsqueeze(1)
+        turn = torch.polar(torch.ones_like(back), back)
+        exact = torch.cat((exact[..., :-64], torch.view_as_real(pairs * turn).flatten(-2)), -1)
+        weight = attention.wo_a.weight.double().view(groups, rank, -1)
+        return torch.stack([exact.view(tokens, groups, -1)[:, g] @ weight[g].T for g in range(groups)], 1)
+
+    out = quantised_linears.grouped_product(attention, o, positions)
+    assert out.shape == (tokens, groups, rank) and out.dtype == torch.bfloat16
+    expected = definition(positions)
+    assert (out - expected).abs().max() < 2**-7 * expected.abs().max()
+    assert (out - definition(positions.flip(0))).abs().max() > 0.1 * expected.abs().max()  # positions matter
 
 
 class Exact:
@@ -427,11 +419,17 @@ def nvfp4_layer(make, weights):
     return layer, torch.cat([make(weight)[1] for weight in weights])
 
 
+def modelopt_method():
+    from vllm.model_executor.layers.quantization import modelopt
+
+    if hasattr(modelopt, "ModelOptNvFp4LinearMethod"):
+        return object.__new__(modelopt.ModelOptNvFp4LinearMethod)
+    return modelopt.ModelOptLinearMethod(*modelopt.resolve("NVFP4", SimpleNamespace(group_size=16), ""))
+
+
 @pytest.mark.parametrize("make", [modelopt_nvfp4, compressed_tensors_nvfp4])
 @pytest.mark.parametrize("sizes", [(1.0, 37.0), (1.0, 1.0)])
 def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch, make, sizes):
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4LinearMethod
-
     torch.manual_seed(1)
     weights = [torch.randn(32, 64).clamp(-3, 3) * size for size in sizes]
     for weight in weights:
@@ -439,13 +437,13 @@ def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch
     weights[1][0, 0] = weights[0][0, 0] * sizes[1]
     layer, represented = nvfp4_layer(make, weights)
     if make is modelopt_nvfp4:
-        method = object.__new__(ModelOptNvFp4LinearMethod)
+        method = modelopt_method()
     else:
         monkeypatch.syspath_prepend(compressed_tensors())
         from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 
         method = object.__new__(schemes.CompressedTensorsW4A4Fp4)
-        method.apply = method.apply_weights
+        method.apply, method.use_a16 = method.apply_weights, False
     method.kernel = Exact()
     quantised_linears._after_loading(method, quantised_linears._keep_shard_scales)
     method.process_weights_after_loading(layer)
@@ -541,14 +539,13 @@ def define_product(a, b, a_scale, b_scale, alpha, dtype, backend):
 def test_a_linear_by_the_cute_dsl_product_is_its_definition(monkeypatch, out, fan_in, bias):
     import vllm.utils.flashinfer
     from vllm.dsv4_overlay import nvfp4_linear
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4LinearMethod
 
     torch.manual_seed(2)
     monkeypatch.setattr(nvfp4_linear.ops, "scaled_fp4_quant", define_quantisation)
     monkeypatch.setattr(vllm.utils.flashinfer, "flashinfer_scaled_fp4_mm", define_product, raising=False)
     layer, weight = nvfp4_layer(modelopt_nvfp4, [torch.randn(out, fan_in)])
     layer.output_size_per_partition = out
-    method = object.__new__(ModelOptNvFp4LinearMethod)
+    method = modelopt_method()
     method.kernel = object.__new__(nvfp4_linear.CuTeDSLNvFp4LinearKernel)
     input_scale = float(layer.input_scale)
     method.process_weights_after_loading(layer)
@@ -601,15 +598,3 @@ def test_who_gets_the_cute_dsl_product(monkeypatch, capability, model, packages,
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
     monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
     assert nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported() == (reason is None, reason)
-
-
-def test_the_cute_dsl_product_is_tried_first(patched):
-    """In a process of its own, on the tree that has the series."""
-    lines = (
-        "import hopper; from vllm.model_executor.kernels import linear; from vllm.platforms import PlatformEnum; "
-        "print(*[k.__name__ for k in linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]][:2])"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{patched}:{HERE}", "CAPABILITY": "10.0"}
-    done = subprocess.run([sys.executable, "-B", "-c", lines], text=True, capture_output=True, env=environment)
-    first = ["CuTeDSLNvFp4LinearKernel", "FlashInferCutlassNvFp4LinearKernel"]
-    assert done.stdout.split()[-2:] == first, done.stderr[-2000:]
