@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mini_checkpoint import deepseek_v4, deepseek_v32, glm_5
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
+from mini_checkpoint.quantised import LAYOUTS, Dequantised
 from mini_checkpoint.recipe import BaseRecipe
 from mini_checkpoint.tokenizer import write_tokenizer
 from mini_checkpoint.writer import write_checkpoint
@@ -32,6 +33,15 @@ MODELS = {"v4": deepseek_v4, "v3.2": deepseek_v32, "glm-5": glm_5}
 
 def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     """Raises ValueError if the options do not fit the model."""
+    layout = None
+    if args.layout != "fp8":
+        if args.model != "v4":
+            raise ValueError("--layout is of --model v4")
+        layout = LAYOUTS[args.layout]()
+        if args.dequantised:
+            layout = Dequantised(layout)
+    elif args.dequantised:
+        raise ValueError("--dequantised needs a --layout other than fp8")
     heads = args.heads if args.heads is not None else MODELS[args.model].Shape.heads
     if heads < 8 or heads % 8:
         raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
@@ -45,7 +55,7 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
         raise ValueError("--kv-rms and --dspark are of --model v4")
     else:
         sizes |= {"fp8_o_proj": args.fp8_wo_b}
-    return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed)
+    return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed, layout)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,6 +84,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
     parser.add_argument("--dspark", action="store_true", help="DSpark's draft in place of V4's MTP layer")
+    parser.add_argument(
+        "--layout",
+        choices=["fp8", *LAYOUTS],
+        default="fp8",
+        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dequantised",
+        action="store_true",
+        help="the values that --layout stands for, in BF16: what to compare it with",
+    )
     parser.add_argument("--quiet", action="store_true", help="no line a tensor")
     args = parser.parse_args(argv)
 

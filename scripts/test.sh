@@ -52,6 +52,9 @@ beside "$RAY_PACKAGES" ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 
 export HUMMING_PACKAGES=$cache/humming-kernels-0.1.2
 beside "$HUMMING_PACKAGES" humming-kernels==0.1.2 cuda-bindings==13.5.0 cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71 \
     pyelftools==0.33 tabulate==0.10.0
+# For tests/glue/test_quantised_linears.py, as vLLM 0.22.1 pins it.
+export COMPRESSED_TENSORS=$cache/compressed-tensors-0.15.0.1
+beside "$COMPRESSED_TENSORS" compressed-tensors==0.15.0.1 loguru==0.7.3
 
 exec 9>&- # everything is there
 

@@ -3,8 +3,8 @@
 recipe.py       seeded draws, and what the weights of all models share
 deepseek_v4.py, deepseek_v32.py, glm_5.py
                 one file a model: its sizes (`Shape`), its config.json and its tensors (`Recipe`)
-layouts.py      how tensors are stored: plain types, FP8 blocks. Other quantised layouts: a file each,
-                with a subclass of `Fp8Blocks` that a `Recipe` is given
+layouts.py      how tensors are stored: plain types, FP8 blocks
+quantised.py    other quantised layouts of public V4 checkpoints
 tokenizer.py    a byte-level BPE tokenizer
 writer.py       all of it on disk
 """

@@ -89,6 +89,7 @@ MARKOV_LOGIT = 32.0  # of the successor; no logit of the output layer comes near
 
 def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     """config.json; `layout` is FP8 blocks unless given."""
+    layout = layout or Fp8Blocks()
     ignored = []
     if not s.fp8_wo_b:  # vLLM's module names; next-token layers continue the numbering
         ignored = [f"model.layers.{i}.attn.wo_b" for i in range(s.layers + s.mtp_layers)]
@@ -100,7 +101,7 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
         "n_mtp_layers": s.mtp_layers,
         "enable_confidence_head": False,
     }
-    return {
+    config = {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "dtype": "bfloat16",
@@ -149,8 +150,8 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
             "beta_fast": 32,
             "beta_slow": 1,
         },
-        "expert_dtype": "fp8",
-        "quantization_config": (layout or Fp8Blocks()).config(ignored),
+        "expert_dtype": layout.expert_dtype,
+        "quantization_config": layout.config(ignored),
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
@@ -158,6 +159,7 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
         "use_cache": True,
         **(drafts if s.dspark else {}),
     }
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def dspark_targets(s: Shape) -> list[int]:

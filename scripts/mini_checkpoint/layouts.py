@@ -32,6 +32,8 @@ class Fp8Blocks:
     A subclass stores tensors otherwise, by their names if need be; `store` sees each of them.
     """
 
+    expert_dtype = "fp8"  # the field of config.json
+
     def __init__(self, scale: str = "scale"):
         self.scale = scale  # the name of a weight's scales
 
@@ -42,8 +44,8 @@ class Fp8Blocks:
             return {name: values, name.removesuffix("weight") + self.scale: scale}
         return {name: w.to(DTYPES[kind]).contiguous()}
 
-    def config(self, ignored: list[str]) -> dict:
-        """`quantization_config` of config.json; `ignored` names modules that are left as they are."""
+    def config(self, ignored: list[str]) -> dict | None:
+        """`quantization_config` of config.json, None for no such field; `ignored` modules are left."""
         config: dict = {
             "quant_method": "fp8",
             "fmt": "e4m3",

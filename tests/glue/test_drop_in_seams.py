@@ -38,7 +38,9 @@ def test_all_series_of_the_release_are_applied(record, stack):
     assert record["series"] == stack.releases and "drop-in" in stack.releases
 
 
-@pytest.mark.parametrize("name", ["drop-in", "full-width", "sparse-mla", None, "every"])
+@pytest.mark.parametrize(
+    "name", ["drop-in", "full-width", "humming-experts", "quantised-linears", "sparse-mla", None, "every"]
+)
 def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, name):
     """Onto the files they touch or rely on, as released; what they make is Python, and every byte comes back."""
     every = Stack(series_of(ROOT, record["release"]))
@@ -63,8 +65,14 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     touched = find_series(ROOT, record["release"], names).files
     assert {file["path"] for file in report["files"] if file["action"] == "patched"} == touched.keys()
     added = {file["path"] for file in report["files"] if file["action"] == "added"}
-    assert ("vllm/dsv4_overlay/backend.py" in added) == bool({"full-width", "sparse-mla"} & set(names))
-    assert ("vllm/dsv4_overlay/sparse_mla.py" in added) == ("sparse-mla" in names)
+    for file, users in {
+        "vllm/dsv4_overlay/backend.py": {"full-width", "sparse-mla"},
+        "vllm/dsv4_overlay/experts.py": {"humming-experts"},
+        "vllm/dsv4_overlay/quantised_linears.py": {"quantised-linears"},
+        "vllm/dsv4_overlay/sparse_mla.py": {"sparse-mla"},
+        "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width", "sparse-mla"},
+    }.items():
+        assert (file in added) == bool(users & set(names))
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"
     if names != list(stack.releases):
         message = engine.refused("patch-changed", tmp_path)["message"]

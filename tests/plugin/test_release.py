@@ -1,4 +1,4 @@
-"""The plugin on the files of 0.22.1 as released, or of the releases that PLUGIN_RELEASES names (scripts/test.sh)."""
+"""The plugin on the files of 0.22.1 as released, or of the releases in PLUGIN_RELEASES (scripts/test.sh)."""
 
 import json
 import os

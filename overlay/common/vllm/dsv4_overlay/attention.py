@@ -25,6 +25,10 @@ from vllm.third_party.mla_kernels.sparse_index import table_width
 
 logger = init_logger(__name__)
 
+# What the kernels were called up to 0.2.0. Nothing here imports it; users may, and only
+# what is named is applied.
+OLD_KERNELS = "vllm.third_party.dsv4_kernels"
+
 # The inner layers of this process on the full-width cache, as they were made: for
 # warm-up and calibration.
 LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

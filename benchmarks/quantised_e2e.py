@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""End-to-end accuracy of quantised DeepSeek V4 checkpoints through vLLM's kernels, by their logits.
+
+    python benchmarks/quantised_e2e.py --folder /tmp/quantised --out results.json
+
+For each layout of scripts/make_mini_checkpoint.py three models of the same seed run on the same prompts, which are
+those of accuracy_e2e.py, and on the continuation that the first one decodes greedily:
+
+    truth        the weights before they were quantised, in BF16
+    dequantised  the values that the layout's tensors stand for, in BF16: the layout's own error
+    NAME         the layout itself, through the kernels that vLLM and the overlay choose
+
+The bar is KL(truth | NAME) <= 1.05 KL(truth | dequantised), for decode steps and for prompts: what kernels
+add is a twentieth of what quantisation costs. It holds for kernels that leave activations in BF16 (Marlin).
+Layouts with FP8 blocks round activations too, which `dequantised` has not, and are only reported.
+KL(dequantised | NAME) is the kernels' own. Runs found in --work are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import accuracy_e2e
+import numpy as np
+from e2e import log, machine, make_prompts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+WEIGHT_ONLY = ("nvfp4", "autoround")
+LAYOUTS = (*WEIGHT_ONLY, "nvfp4-experts", "ct-nvfp4", "ct-w4a16")
+MARGIN = 1.05
+LENGTHS = [1, 7, 129, 300, 3000]
+
+
+def write_models(folder: Path, layouts: list[str]) -> None:
+    import make_mini_checkpoint
+
+    for name, options in [("truth", ["--layout", "bf16"])] + [
+        entry
+        for layout in layouts
+        for entry in (
+            (layout, ["--layout", layout]),
+            (f"{layout}-dequantised", ["--layout", layout, "--dequantised"]),
+        )
+    ]:
+        if not (folder / name / "config.json").exists():
+            log(f"writing {folder / name}")
+            with contextlib.redirect_stdout(io.StringIO()):
+                make_mini_checkpoint.main([str(folder / name), *options])
+
+
+def run(name: str, spec: dict, forced: list | None, prompts: list, args: argparse.Namespace) -> dict[str, Any]:
+    """One model; its tokens, memory and time, with the arrays beside."""
+    model = args.folder / name
+    job = {
+        "spec": spec,
+        "model": str(model),
+        "vocab": json.loads((model / "config.json").read_text())["vocab_size"],
+        "prompts": prompts,
+        "forced": forced,
+        "steps": args.steps,
+        "batch": 2048,
+        "tp": args.tp,
+        "scales": "",
+        "out": str(args.work / f"{name}.npz"),
+        "key": accuracy_e2e.key_of(name, spec, forced, args.steps, args.tp),
+    }
+    if accuracy_e2e.read_result(Path(job["out"]), job["key"]):
+        log(f"{name}: found in {args.work}")
+        done: dict[str, Any] = {"ok": True, "reused": True}
+    else:
+        done = accuracy_e2e.start_run(name, job, args)
+    if not done["ok"]:
+        return done
+    text = (args.work / f"{name}.log").read_text(errors="replace")
+    memory = re.findall(r"Model loading took ([\d.]+) GiB", text)
+    kernels = sorted(set(re.findall(r"(?:Using|run on) (\S*(?:LinearKernel|NvFp4 MoE backend|'MARLIN'))", text)))
+    meta = json.loads((args.work / f"{name}.json").read_text())
+    return done | meta | {"weights_gib": float(memory[0]) if memory else None, "kernels": kernels}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="of the models; those that lack are written")
+    parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
+    parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--kv", default="fp8", help="vLLM's cache: fp8; the overlay's: bfloat16, fp8_per_tensor")
+    parser.add_argument("--graphs", action="store_true", help="decode by replay of CUDA graphs, not eagerly")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps a prompt")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a run")
+    args = parser.parse_args(argv)
+    args.work = args.work or args.out.with_suffix("")
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.provider = None
+    layouts = args.layouts.split(",")
+    write_models(args.folder, layouts)
+    spec: dict[str, Any] = {"backend": None if args.kv == "fp8" else accuracy_e2e.BACKEND, "kv": args.kv}
+    if args.graphs:
+        spec["compilation"] = accuracy_e2e.GRAPHS_ONLY
+    vocab = json.loads((args.folder / "truth" / "config.json").read_text())["vocab_size"]
+    prompts = make_prompts(LENGTHS, vocab, 0)
+    runs = {"truth": run("truth", spec, None, prompts, args)}
+    if not runs["truth"]["ok"]:
+        return 1
+    forced = runs["truth"]["tokens"]
+    comparisons: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for layout in layouts:
+        names = [f"{layout}-dequantised", layout]
+        for name in names:
+            runs[name] = run(name, spec, forced, prompts, args)
+        if not all(runs[name]["ok"] for name in names):
+            continue
+        arrays = {name: dict(np.load(args.work / f"{name}.npz")) for name in ("truth", *names)}
+        for a, b in (("truth", names[0]), ("truth", layout), (names[0], layout)):
+            comparisons[f"{a}|{b}"] = accuracy_e2e.compare(arrays[a], arrays[b], LENGTHS)
+        for part in ("decode", "prompt"):
+            own, all_of_it = (comparisons[f"truth|{name}"][part]["kl_mean"] for name in names)
+            passed = all_of_it <= MARGIN * own if layout in WEIGHT_ONLY else None
+            name = f"{part}: KL(truth|{layout}) <= {MARGIN} KL(truth|dequantised)"
+            row = {"bar": name, "measured": all_of_it, "limit": MARGIN * own, "sign": "<=", "passed": passed}
+            rows.append(row)
+    for record in runs.values():
+        record.pop("tokens", None)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "machine": machine(),
+        "runs": runs,
+        "comparisons": comparisons,
+        "bars": rows,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, record in runs.items():
+        state = "ok" if record["ok"] else "FAILED"
+        print(f"{name:26s} {state:7s} weights {record.get('weights_gib')} GiB {record.get('kernels')}")
+    print(accuracy_e2e.table(comparisons))
+    print(accuracy_e2e.bar_table(rows))
+    return int(any(row["passed"] is False for row in rows) or any(not record["ok"] for record in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,601 @@
+"""Quantised checkpoints of DeepSeek V4: names, loading by vLLM's real classes, numerics against float32."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm.dsv4_overlay
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests/engine"))
+from smallworld import Engine, metadata  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from dsv4_overlay_tools.series import series_of  # noqa: E402
+
+RECORD = Path(vllm.__file__).parent / "_dsv4_overlay/record.json"
+RELEASE = json.loads(RECORD.read_text())["release"]
+if not any(series.name == "quantised-linears" for series in series_of(ROOT, RELEASE)):
+    pytest.skip(f"vLLM {RELEASE} has no series of quantised linears", allow_module_level=True)
+# The tree of the tests has what is not on request.
+vllm.dsv4_overlay.__path__.append(str(ROOT / "overlay/common/vllm/dsv4_overlay"))
+import make_mini_checkpoint as mini  # noqa: E402
+from mini_checkpoint.quantised import (  # noqa: E402
+    LAYOUTS,
+    Dequantised,
+    compressed_tensors_int4,
+    compressed_tensors_nvfp4,
+    fp8_blocks,
+    gptq_int4,
+    modelopt_nvfp4,
+)
+from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
+
+TINY = mini.Shape(
+    hidden=256,
+    layers=3,
+    compress_ratios=(0, 4, 128, 0),
+    heads=4,
+    q_lora=128,
+    o_lora=128,
+    o_groups=2,
+    experts=8,
+    moe_intermediate=128,
+    vocab=1024,
+)
+EVERY_LINEAR = ("attn.fused_wqa_wkv", "attn.wq_b", "attn.wo_a", "attn.wo_b", "ffn.shared_experts.gate_up_proj",
+                "ffn.shared_experts.down_proj", "attn.indexer.wq_b", "attn.indexer.weights_proj",
+                "attn.indexer.compressor.fused_wkv_wgate", "attn.compressor.fused_wkv_wgate")  # fmt: skip
+QUANTISED = [name for name in LAYOUTS if name != "bf16"]
+PLAIN = "UnquantizedLinearMethod"
+CT = "CompressedTensorsLinearMethod"
+# Of layer 1: the method of all linears, of those that have another, of the experts; of wq_b in the draft's layer.
+EXPECTED = {
+    "nvfp4": ("ModelOptNvFp4LinearMethod", {}, "ModelOptNvFp4FusedMoE", "ModelOptNvFp4LinearMethod"),
+    "autoround": ("AutoGPTQLinearMethod", {}, "AutoGPTQMoEMethod", PLAIN),
+    "ct-nvfp4": (CT, {"attn.wo_b": PLAIN}, "CompressedTensorsW4A4Nvfp4MoEMethod", PLAIN),
+    "ct-w4a16": (CT, {"attn.wo_b": PLAIN}, "CompressedTensorsWNA16MarlinMoEMethod", PLAIN),
+    "nvfp4-experts": (
+        "Fp8LinearMethod",
+        dict.fromkeys(["attn.wo_b", *EVERY_LINEAR[-3:]], PLAIN),
+        "ModelOptNvFp4FusedMoE",
+        "Fp8LinearMethod",
+    ),
+}
+RENAMED = {
+    "0.33.0": {
+        "ModelOptNvFp4LinearMethod": "ModelOptLinearMethod",
+        "AutoGPTQLinearMethod": "INCLinearMethod",
+        "CompressedTensorsWNA16MarlinMoEMethod": "CompressedTensorsWNA16MoEMethod",
+    }
+}
+IN_A_LOADED_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # of drafts: the model's own are shared
+NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias")  # without activation order; no biases
+
+
+@pytest.fixture(scope="session")
+def patched(applied, tmp_path_factory):
+    """A copy of the applied tree with all of the release's series, these on request among them."""
+    folder, engine = tmp_path_factory.mktemp("patched"), Engine(ROOT)
+    shutil.copytree(applied / "vllm", folder / "vllm")
+    (folder / "PKG-INFO").write_bytes(metadata(RELEASE))
+    engine.ok(folder, "--revert")
+    engine.ok(folder, *(f"--series={series.name}" for series in series_of(ROOT, RELEASE)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Folders by the layouts' names; bf16 has no quantization_config."""
+    folder = tmp_path_factory.mktemp("mini")
+    layouts = {"fp8": None}
+    for name, make in LAYOUTS.items():
+        layouts |= {name: make(), f"{name}-bf16": Dequantised(make())}
+    for name, layout in layouts.items():
+        mini.write_checkpoint(folder / name, mini.Recipe(TINY, 0, layout), threads=1, log=lambda line: None)
+    return {name: folder / name for name in ("fp8", *LAYOUTS)}
+
+
+def compressed_tensors():
+    packages = os.environ.get("COMPRESSED_TENSORS")
+    if not packages:
+        pytest.skip("COMPRESSED_TENSORS does not name a folder with that package; scripts/test.sh makes one")
+    return packages
+
+
+def load(tree, folders):
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{compressed_tensors()}", "CAPABILITY": "9.0"}
+    script = [sys.executable, "-B", HERE / "quantised.py"]
+    given = json.dumps({name: str(path) for name, path in folders.items()})
+    done = subprocess.run(script, input=given, text=True, capture_output=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def edited(folder, new, more=(), without=r"(?!)"):
+    """A copy of a checkpoint whose index has another tensor, or lacks some."""
+    shutil.copytree(folder, new, copy_function=os.link)
+    index = json.loads((new / "model.safetensors.index.json").read_text())
+    files = {name: file for name, file in index["weight_map"].items() if not re.search(without, name)}
+    (new / "model.safetensors.index.json").unlink()
+    (new / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files | dict(more)}))
+    return new
+
+
+@pytest.fixture(scope="session")
+def loaded(patched, checkpoints, tmp_path_factory):
+    folder, nvfp4 = tmp_path_factory.mktemp("edited"), checkpoints["nvfp4"]
+    more = {
+        "strange": edited(nvfp4, folder / "1", {"layers.1.attn.compressor.wkv.zero_point": "x.safetensors"}),
+        "strange expert": edited(nvfp4, folder / "2", {"layers.0.ffn.experts.3.w1.zero_point": "x.safetensors"}),
+        "half": edited(nvfp4, folder / "3", without=r"layers\.0\.attn\.wkv\.(weight_|input)"),
+    }
+    return load(patched, checkpoints | more)
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_each_layer_of_each_layout_holds_the_values_of_the_checkpoint(loaded, layout):
+    result = loaded[layout]
+    assert "error" not in result, result["error"]
+    assert result["adapted"]
+    errors = {name: layer["error"] for name, layer in result["layers"].items()}
+    assert len(errors) == 35 and set(errors.values()) == {0.0}
+    unloaded = [name for name in result["unloaded"] if not name.endswith((*IN_A_LOADED_MODEL, *NOT_IN_FILES))]
+    assert unloaded == []
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_linears_have_the_method_of_their_tensors(loaded, layout):
+    renamed = RENAMED.get(RELEASE, {})
+    linears, others, experts, drafts = (
+        name if isinstance(name, dict) else renamed.get(name, name) for name in EXPECTED[layout]
+    )
+    layers = {name: layer["method"] for name, layer in loaded[layout]["layers"].items()}
+    found = {name: layers[f"model.layers.1.{name}"] for name in EVERY_LINEAR}
+    assert found == dict.fromkeys(EVERY_LINEAR, linears) | others
+    assert layers["model.layers.1.ffn.experts"] == experts
+    assert layers["model.layers.3.mtp_block.attn.wq_b"] == drafts
+
+
+@pytest.mark.parametrize("layout", ["nvfp4", "autoround"])
+def test_wo_a_that_no_grouped_product_takes_is_expanded(loaded, layout):
+    for name in ("model.layers.0", "model.layers.1", "model.layers.2"):
+        layer = loaded[layout]["layers"][f"{name}.attn.wo_a"]
+        assert (layer["after"], layer["dtype"], layer["parameters"]) == (0.0, "torch.bfloat16", ["weight"])
+
+
+def test_experts_run_on_marlin_on_hopper_and_linears_too_up_to_0_22_1(loaded):
+    log = [line for result in loaded.values() for line in result.get("log", [])]  # each is said once
+    assert any("Using 'MARLIN' NvFp4 MoE backend" in line for line in log)
+    reason = "FlashInfer's CuTe DSL product needs SM100 or SM103"
+    if RELEASE != "0.33.0":  # which chooses later, when weights are created
+        assert f"NVFP4 linears run on MarlinNvFp4LinearKernel: {reason}." in log
+
+
+def test_the_cute_dsl_product_is_tried_first(loaded):
+    own = ["FlashInferCuteDslNvFp4LinearKernel"] if RELEASE == "0.33.0" else ["CuTeDSLNvFp4LinearKernel"]
+    assert loaded["nvfp4"]["kernels"][:1] == own
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
+    layers = loaded[layout]["layers"]
+    # In the kernel's configuration. compressed-tensors' NVFP4 experts have one only when they are prepared.
+    in_configuration = "later" if layout == "ct-nvfp4" else 10.0
+    assert layers["model.layers.1.ffn.experts"]["clamp"] == [in_configuration, 10.0]
+    assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
+
+
+def test_deepseeks_own_format_is_left_to_vllm(loaded):
+    layers = {name: layer["method"] for name, layer in loaded["fp8"]["layers"].items()}
+    methods = {"Fp8LinearMethod": EVERY_LINEAR[:7], PLAIN: EVERY_LINEAR[7:], "Fp8MoEMethod": ["ffn.experts"]}
+    for method, names in methods.items():
+        assert {layers[f"model.layers.1.{name}"] for name in names if name != "attn.wo_b"} == {method}
+    assert not loaded["fp8"]["adapted"]
+
+
+def test_a_checkpoint_without_quantisation_loads(loaded):
+    result, layers = loaded["bf16"], loaded["bf16"]["layers"].values()
+    assert {layer["method"] for layer in layers} == {PLAIN, "UnquantizedFusedMoEMethod"}
+    assert {layer["error"] for layer in layers} == {0.0} and not result["adapted"]
+
+
+def test_a_tensor_that_fits_nowhere_is_named(loaded):
+    assert loaded["strange"]["error"].replace(".mla_attn.", ".") == (
+        "ValueError: x.safetensors of this checkpoint holds layers.1.attn.compressor.wkv.zero_point, "
+        "which is for no parameter of the model: model.layers.1.attn.compressor.fused_wkv_wgate takes "
+        "input_scale, weight, weight_scale, weight_scale_2."
+    )
+    assert loaded["strange expert"]["error"].replace(".routed_experts.", ".") == (
+        "ValueError: x.safetensors of this checkpoint holds layers.0.ffn.experts.3.w1.zero_point, "
+        "which is for no parameter of the model: model.layers.0.ffn.experts.w13 takes input_scale, weight, "
+        "weight_scale, weight_scale_2."
+    )
+
+
+def test_a_fused_layer_that_is_quantised_by_half_is_refused(loaded):
+    assert loaded["half"]["error"] == (
+        "ValueError: This checkpoint has layers.0.attn.wq_a quantised and layers.0.attn.wkv not; "
+        "vLLM runs both as one layer and needs them alike."
+    )
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_modules_of_the_checkpoint_that_a_layer_holds():
+    modules = {
+        "model.layers.3.attn.fused_wqa_wkv": ["layers.3.attn.wq_a", "layers.3.attn.wkv"],
+        "model.layers.3.attn.compressor.fused_wkv_wgate": [
+            "layers.3.attn.compressor.wkv",
+            "layers.3.attn.compressor.wgate",
+        ],
+        "model.layers.3.ffn.experts": [f"layers.3.ffn.experts.0.{part}" for part in ("w1", "w2", "w3")],
+        "model.layers.43.ffn.shared_experts.down_proj": ["mtp.0.ffn.shared_experts.w2"],
+        "": ["mtp.0.e_proj", "mtp.0.h_proj"],
+        "lm_head": [],
+    }  # fmt: skip
+    assert {prefix: quantised_linears.checkpoint_modules(prefix, 43) for prefix in modules} == modules
+
+
+@pytest.mark.parametrize("names, needed", [
+    ({"layers.0.attn.wq_a.weight", "layers.0.attn.wq_a.scale", "layers.2.attn.compressor.wkv.weight"}, False),
+    ({"layers.2.attn.compressor.wkv.weight", "layers.2.attn.compressor.wkv.scale"}, True),
+    ({"layers.2.attn.indexer.weights_proj.weight", "layers.2.attn.indexer.weights_proj.weight_scale"}, True),
+    ({"layers.2.ffn.experts.0.w1.weight", "layers.2.ffn.experts.0.w1.scale"}, False),
+])  # fmt: skip
+def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, needed):
+    config = SimpleNamespace(get_name=lambda: "deepseek_v4_fp8", weight_block_size=[128, 128])
+    checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names, "a file"))
+    assert quantised_linears._needed(config, checkpoint) is needed
+
+
+def test_weights_that_vllm_quantises_at_load_are_left_to_it():
+    config = SimpleNamespace(get_name=lambda: "fp8")
+    names = ["layers.0.attn.wq_a.weight", "layers.0.ffn.gate.weight", "layers.0.ffn.gate.bias", "norm.weight"]
+    for more, needed in (([], False), (["layers.0.attn.wq_a.weight_scale"], True)):
+        checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names + more, "a file"))
+        assert quantised_linears._needed(config, checkpoint) is needed
+
+
+def test_experts_as_deepseek_has_them_beside_nvfp4_ones():
+    class Config:
+        _resolved_moe_quant_algo = "NVFP4"
+        moe_quant_algo = property(lambda self: self._resolved_moe_quant_algo)
+
+    config = Config()
+    for parts, seen in (({"weight", "scale"}, ""), ({"weight", "weight_scale", "weight_scale_2"}, "NVFP4")):
+        with quantised_linears._own_experts(config, frozenset(parts)):
+            assert config.moe_quant_algo == seen
+        assert config.moe_quant_algo == "NVFP4"
+
+
+def test_layouts_are_seeded(checkpoints, tmp_path):
+    def digest(folder):
+        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))]
+
+    for seed, same in ((0, True), (1, False)):
+        recipe = mini.Recipe(TINY, seed, LAYOUTS["ct-w4a16"]())
+        mini.write_checkpoint(tmp_path / str(seed), recipe, threads=2, log=lambda line: None)
+        assert (digest(tmp_path / str(seed)) == digest(checkpoints["ct-w4a16"])) is same
+
+
+# ---------------------------------------------------------------- formats
+
+
+def test_e2m1_and_four_bit_integers_by_hand():
+    # OCP Microscaling Formats 1.0, table 7: 0 0.5 1 1.5 2 3 4 6, then with the sign; the low half first.
+    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert weight_formats.unpack_e2m1(codes).tolist() == [magnitudes + [-m for m in magnitudes]]
+    packed = torch.tensor([[0x76543210], [-0x01234568]], dtype=torch.int32)  # the second: 0xFEDCBA98
+    low, high = list(range(-8, 0)), list(range(0, 8))
+    assert weight_formats.unpack_int4(packed, 1).tolist() == [low, high]
+    assert weight_formats.unpack_int4(packed.T.contiguous(), 0).T.tolist() == [low, high]
+
+
+@pytest.mark.parametrize("make", [
+    modelopt_nvfp4, compressed_tensors_nvfp4, gptq_int4, compressed_tensors_int4,
+    lambda w: fp8_blocks(w, "weight_scale_inv", torch.float8_e8m0fnu),
+    lambda w: fp8_blocks(w, "weight_scale", torch.float32),
+])  # fmt: skip
+def test_formats_stand_for_what_was_stored_and_that_is_near_the_weight(make):
+    torch.manual_seed(0)
+    weight = torch.randn(192, 256) * torch.logspace(-2, 2, 192).unsqueeze(1)
+    stored, represented = make(weight)
+    expanded = weight_formats.dequantise(stored)
+    assert torch.equal(expanded, represented.float())
+    assert torch.equal(expanded, expanded.bfloat16().float())  # so BF16 references lose nothing
+    error = (expanded - weight).norm() / weight.norm()
+    assert 0.01 < error < 0.13
+
+
+def test_fp8_a_tensor_and_a_row():
+    weight = torch.randn(6, 8).to(torch.float8_e4m3fn)
+    scales = torch.tensor([2.0, 3.0])
+    expanded = weight_formats.dequantise({"weight": weight, "weight_scale": scales}, [4, 2])
+    rows = torch.tensor([2.0] * 4 + [3.0] * 2).unsqueeze(1)
+    assert torch.equal(expanded, weight.float() * rows)
+    assert torch.equal(weight_formats.dequantise({"weight": weight, "weight_scale": rows}), weight.float() * rows)
+
+
+def test_an_unknown_format_is_named():
+    parameters = {"weight": torch.zeros(1, dtype=torch.int8), "zeros": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"^Weights stored as weight \(int8\), zeros \(float32\) cannot be"):
+        weight_formats.dequantise(parameters)
+
+
+# ---------------------------------------------------------------- products
+
+
+def linear(outputs, held):
+    class Layer(torch.nn.Module):
+        weight = held
+        asked = 0
+
+        def forward(self, x):
+            Layer.asked += 1
+            return outputs
+
+    return Layer()
+
+
+def test_an_unquantised_product_is_vllms_own_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "mm", lambda *args, **kwargs: calls.append((args, kwargs)) or "product")
+    layer, x = linear(None, torch.randn(8, 16).bfloat16()), torch.randn(3, 16).bfloat16()
+    assert quantised_linears.project_float32(layer, x) == "product"
+    ((left, right), options) = calls[0]
+    assert left is x and right.data_ptr() == layer.weight.data_ptr() and right.shape == (16, 8)
+    assert options == {"out_dtype": torch.float32} and len(calls) == 1 and layer.asked == 0
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int32, None])
+def test_a_quantised_product_runs_through_the_layer(as_tuple, dtype):
+    out = torch.randn(3, 8, dtype=torch.bfloat16)
+    layer = linear((out, None) if as_tuple else out, None if dtype is None else torch.zeros(8, 16).to(dtype))
+    result = quantised_linears.project_float32(layer, torch.randn(3, 16).bfloat16())
+    assert layer.asked == 1 and result.dtype == torch.float32 and torch.equal(result, out.float())
+
+
+def test_the_grouped_product_is_its_definition():
+    """In float64: each pair of a head's last 64 values turned back by its position's angle, then the product."""
+    torch.manual_seed(0)
+    tokens, heads, groups, rank = 5, 8, 2, 24
+    angles = torch.arange(32).unsqueeze(1) * torch.logspace(0, -4, 32)
+    attention = SimpleNamespace(
+        rope_head_dim=64,
+        rotary_emb=SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1)),
+        n_local_groups=groups,
+        o_lora_rank=rank,
+        wo_a=SimpleNamespace(weight=torch.randn(groups * rank, heads // groups * 512, dtype=torch.bfloat16) / 45),
+    )
+    o, positions = torch.randn(tokens, heads, 512, dtype=torch.bfloat16), torch.tensor([0, 3, 31, 7, 7])
+
+    def definition(positions):
+        exact = o.double()
+        pairs = torch.view_as_complex(exact[..., -64:].unflatten(-1, (32, 2)))
+        back = -angles[positions].double().unsqueeze(1)
+        turn = torch.polar(torch.ones_like(back), back)
+        exact = torch.cat((exact[..., :-64], torch.view_as_real(pairs * turn).flatten(-2)), -1)
+        weight = attention.wo_a.weight.double().view(groups, rank, -1)
+        return torch.stack([exact.view(tokens, groups, -1)[:, g] @ weight[g].T for g in range(groups)], 1)
+
+    out = quantised_linears.grouped_product(attention, o, positions)
+    assert out.shape == (tokens, groups, rank) and out.dtype == torch.bfloat16
+    expected = definition(positions)
+    assert (out - expected).abs().max() < 2**-7 * expected.abs().max()
+    assert (out - definition(positions.flip(0))).abs().max() > 0.1 * expected.abs().max()  # positions matter
+
+
+class Exact:
+    """A kernel that multiplies by the weight that the layer's one scale stands for."""
+
+    def process_weights_after_loading(self, layer):
+        pass
+
+    def apply_weights(self, layer, x, bias=None):
+        weight = weight_formats.unpack_e2m1(layer.weight) * layer.weight_scale.float().repeat_interleave(16, 1)
+        return (x.float() @ (weight * layer.weight_global_scale).T).to(x.dtype)
+
+
+def nvfp4_layer(make, weights):
+    """A fused layer as it is loaded, of tensors with scales of their own, and the weight that it stands for."""
+    stored = [make(weight)[0] for weight in weights]
+    layer = torch.nn.Module()
+    for name in stored[0]:
+        parts = [part[name].reshape(1) if part[name].dim() < 2 else part[name] for part in stored]
+        layer.register_parameter(name, torch.nn.Parameter(torch.cat(parts), requires_grad=False))
+    layer.logical_widths = [weight.shape[0] for weight in weights]
+    return layer, torch.cat([make(weight)[1] for weight in weights])
+
+
+def modelopt_method():
+    from vllm.model_executor.layers.quantization import modelopt
+
+    if hasattr(modelopt, "ModelOptNvFp4LinearMethod"):
+        return object.__new__(modelopt.ModelOptNvFp4LinearMethod)
+    return modelopt.ModelOptLinearMethod(*modelopt.resolve("NVFP4", SimpleNamespace(group_size=16), ""))
+
+
+@pytest.mark.parametrize("make", [modelopt_nvfp4, compressed_tensors_nvfp4])
+@pytest.mark.parametrize("sizes", [(1.0, 37.0), (1.0, 1.0)])
+def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch, make, sizes):
+    torch.manual_seed(1)
+    weights = [torch.randn(32, 64).clamp(-3, 3) * size for size in sizes]
+    for weight in weights:
+        weight[0, 0] = 4 * weight.abs().max()
+    weights[1][0, 0] = weights[0][0, 0] * sizes[1]
+    layer, represented = nvfp4_layer(make, weights)
+    if make is modelopt_nvfp4:
+        method = modelopt_method()
+    else:
+        monkeypatch.syspath_prepend(compressed_tensors())
+        from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+        method = object.__new__(schemes.CompressedTensorsW4A4Fp4)
+        method.apply, method.use_a16 = method.apply_weights, False
+    method.kernel = Exact()
+    quantised_linears._after_loading(method, quantised_linears._keep_shard_scales)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = x.float() @ represented.T
+    out = method.apply(layer, x).float()
+    assert ((out - expected).norm(dim=0) / expected.norm(dim=0)).max() < 2**-7
+    assert hasattr(layer, "dsv4_rest_of_scale") is (sizes[0] != sizes[1])  # else nothing more runs
+
+
+@pytest.mark.parametrize("name, inverse", [("w13_weight_scale_2", False), ("w13_weight_global_scale", True)])
+def test_experts_whose_w1_and_w3_have_scales_of_their_own(name, inverse):
+    layer = torch.nn.Module()
+    scales = torch.tensor([[2.0, 2.0], [1.0, 8.0], [3.0, 1.0]])
+    blocks = torch.rand(3, 8, 4).add(0.5).to(torch.float8_e4m3fn)
+    setattr(layer, name, torch.nn.Parameter(1 / scales if inverse else scales.clone(), requires_grad=False))
+    layer.w13_weight_scale = torch.nn.Parameter(blocks.clone(), requires_grad=False)
+    seen = []
+    quantised_linears._share_expert_scales(None, seen.append, layer)
+    shared = 1 / getattr(layer, name) if inverse else getattr(layer, name)
+    assert seen == [layer] and torch.equal(shared[:, 0], shared[:, 1])
+    before = blocks.float().unflatten(1, (2, 4)) * scales[..., None, None]
+    after = layer.w13_weight_scale.float().unflatten(1, (2, 4)) * shared[..., None, None]
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])  # equal, and a power of two
+    assert torch.allclose(after[2], before[2], rtol=2**-4, atol=0) and not torch.equal(after[2], before[2])
+
+
+def test_the_clamp_of_experts_reaches_their_kernel():
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+
+    made = []
+
+    def make(**arguments):
+        made.append(arguments)
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    config = quantised_linears.with_clamp(10.0, make, w1_scale=1)
+    assert config.gemm1_clamp_limit == 10.0 and made == [{"w1_scale": 1}]
+    assert FUSED_MOE_UNQUANTIZED_CONFIG.gemm1_clamp_limit is None  # one object for all models
+    assert quantised_linears.with_clamp(None, make) is FUSED_MOE_UNQUANTIZED_CONFIG
+
+
+# ---------------------------------------------------------------- FlashInfer's CuTe DSL product
+
+
+def scale_at(interleaved, row, group):
+    """A block scale where tcgen05 reads it, byte by byte: tiles of 128 rows x 4 groups, 512 bytes each."""
+    tiles_across = interleaved.shape[1] // 4
+    tile = row // 128 * tiles_across + group // 4
+    return interleaved.flatten()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4]
+
+
+@pytest.mark.parametrize("rows, groups", [(128, 4), (256, 16), (64, 64), (200, 6)])
+def test_scales_lie_where_the_tensor_core_reads_them(rows, groups):
+    from vllm.dsv4_overlay.nvfp4_linear import interleave_scales
+
+    scale = (torch.rand(rows, groups) * 400).to(torch.float8_e4m3fn)
+    interleaved = interleave_scales(scale)
+    assert interleaved.shape == (-(-rows // 128) * 128, -(-groups // 4) * 4) and interleaved.dtype == scale.dtype
+    numbers = interleaved.float()
+    found = torch.tensor([[scale_at(numbers, row, group) for group in range(groups)] for row in range(rows)])
+    assert torch.equal(found, scale.float())
+    assert numbers.count_nonzero() == scale.float().count_nonzero()  # the rest is zero
+
+
+def define_quantisation(x, inverse_scale):
+    """NVFP4 of activations by definition (float32): packed E2M1, E4M3 scales in the tensor core's order."""
+    from vllm.dsv4_overlay.nvfp4_linear import interleave_scales
+
+    blocks = x.float().view(x.shape[0], -1, 16)
+    scale = (blocks.abs().amax(-1) / 6 * inverse_scale).clamp(max=448).to(torch.float8_e4m3fn)
+    step = scale.float().unsqueeze(-1) / inverse_scale
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = torch.where(step > 0, blocks / step, 0)
+    code = (scaled.abs().unsqueeze(-1) - magnitudes).abs().argmin(-1)
+    code = (code + 8 * (scaled < 0)).to(torch.uint8).view(x.shape)
+    return code[:, ::2] | code[:, 1::2] << 4, interleave_scales(scale)
+
+
+def define_product(a, b, a_scale, b_scale, alpha, dtype, backend):
+    """What the tensor core computes, from the same bytes."""
+    assert backend == "cute-dsl" and b.shape[0] % 32 == 0 and b.shape[1] * 2 % 32 == 0
+    whole = []
+    for packed, scale in ((a, a_scale), (b, b_scale)):
+        values, numbers = weight_formats.unpack_e2m1(packed), scale.float()
+        groups = range(values.shape[1] // 16)
+        found = [[scale_at(numbers, row, group) for group in groups] for row in range(values.shape[0])]
+        whole.append(values * torch.tensor(found).repeat_interleave(16, 1))
+    return (whole[0] @ whole[1].T * alpha).to(dtype)
+
+
+@pytest.mark.parametrize("out, fan_in, bias", [(64, 128, False), (40, 144, True), (96, 16, False)])
+def test_a_linear_by_the_cute_dsl_product_is_its_definition(monkeypatch, out, fan_in, bias):
+    import vllm.utils.flashinfer
+    from vllm.dsv4_overlay import nvfp4_linear
+
+    torch.manual_seed(2)
+    monkeypatch.setattr(nvfp4_linear.ops, "scaled_fp4_quant", define_quantisation)
+    monkeypatch.setattr(vllm.utils.flashinfer, "flashinfer_scaled_fp4_mm", define_product, raising=False)
+    layer, weight = nvfp4_layer(modelopt_nvfp4, [torch.randn(out, fan_in)])
+    layer.output_size_per_partition = out
+    method = modelopt_method()
+    method.kernel = object.__new__(nvfp4_linear.CuTeDSLNvFp4LinearKernel)
+    input_scale = float(layer.input_scale)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(2, 3, fan_in, dtype=torch.bfloat16)
+    offset = torch.randn(out, dtype=torch.bfloat16) if bias else None
+    result = method.apply(layer, x, offset)
+    rows = x.view(-1, fan_in)
+    packed, scale = define_quantisation(rows, 1 / input_scale)
+    numbers = [[scale_at(scale.float(), row, group) for group in range(fan_in // 16)] for row in range(6)]
+    represented = weight_formats.unpack_e2m1(packed) * torch.tensor(numbers).repeat_interleave(16, 1) * input_scale
+    expected = (represented @ weight.T).bfloat16()
+    expected = (expected if offset is None else expected + offset).view(2, 3, out)
+    assert result.shape == (2, 3, out) and result.dtype == torch.bfloat16
+    assert torch.allclose(result.float(), expected.float(), rtol=2**-7, atol=1e-3)
+    own = (represented - rows.float()).norm() / rows.float().norm()
+    assert 0.03 < own < 0.13  # the activations' own error: the definition is one of quantisation
+
+
+def test_a_weight_without_a_scale_for_its_last_columns_is_refused():
+    from vllm.dsv4_overlay.nvfp4_linear import pad_weight
+
+    sentence = "^An NVFP4 weight of 40 columns needs one scale for each 16 of them, and has 2.$"
+    with pytest.raises(ValueError, match=sentence):
+        pad_weight(torch.zeros(8, 20, dtype=torch.uint8), torch.zeros(8, 2).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("capability, model, packages, reason", [
+    ((10, 0), "deepseek_v4", True, None),
+    ((10, 3), "deepseek_v4", True, None),
+    ((9, 0), "deepseek_v4", True, "FlashInfer's CuTe DSL product needs SM100 or SM103"),
+    ((12, 0), "deepseek_v4", True, "FlashInfer's CuTe DSL product needs SM100 or SM103"),
+    ((10, 0), "llama", True, "only DeepSeek V4 has it from vllm-dsv4-overlay"),
+    ((10, 0), "deepseek_v4", False, "FlashInfer is not installed, or has no CuTe DSL product"),
+])  # fmt: skip
+def test_who_gets_the_cute_dsl_product(monkeypatch, capability, model, packages, reason):
+    import vllm.config
+    from vllm.dsv4_overlay import nvfp4_linear
+    from vllm.platforms.interface import DeviceCapability
+
+    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*capability), is_cuda=lambda: True)
+    monkeypatch.setattr(nvfp4_linear, "current_platform", platform)
+    utils = SimpleNamespace(is_cute_dsl_available=lambda: True)
+    found = {
+        "flashinfer": SimpleNamespace(mm_fp4=None, __path__=[]),
+        "flashinfer.cute_dsl": SimpleNamespace(utils=utils, __path__=[]),
+        "flashinfer.cute_dsl.utils": utils,
+    }
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module if packages else None)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
+    assert nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported() == (reason is None, reason)
