@@ -26,7 +26,7 @@ def pinned(applied):
     folders = [path.parent for path in ROOT.glob("patches/*/*/release.toml")]
     pins = [tomllib.loads((folder / "release.toml").read_text()) for folder in folders]
     pins = [found for found in pins if release == found["release"] or release in found.get("serves", [])]
-    return {applied / path for found in pins for path in found["files"] | found["relied_on"]}
+    return {applied / path for found in pins for path in found["files"] | found.get("relied_on", {})}
 
 
 def ours():
