@@ -31,6 +31,17 @@ def main(command="", *arguments):
     sys.path.insert(0, str(scripts))
     from bootstrap import stop
 
+    def unraisable(ignored):
+        # Ctrl-C in a callback of the import system's, say, whose exceptions Python prints and drops.
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            return sys.__unraisablehook__(ignored)
+        try:
+            stop("interrupted", "Interrupted; run again.")
+        finally:
+            sys.stdout.flush()
+            os._exit(1)
+
+    sys.unraisablehook = unraisable
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # bootstrap.py has it wait
         if command not in COMMANDS and not command.endswith(".py"):

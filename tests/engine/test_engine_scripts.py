@@ -193,6 +193,22 @@ def test_ctrl_c_while_the_tool_is_imported(ready, copied, tmp_path):
     assert (run.returncode, err, json.loads(out)["error"]["code"]) == (1, "", "interrupted")
 
 
+def test_ctrl_c_where_python_drops_exceptions(ready, copied):
+    """It ends the run all the same, with the one sentence."""
+    (copied / "scripts/dsv4_overlay_tools/cli.py").write_text(
+        "import signal, time, weakref\n"
+        "gone = set()\n"
+        "there = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "del gone\n"
+        "time.sleep(60)\n"
+    )
+    for argv, error in ([["--json"], ""], [[], "error: interrupted: Interrupted; run again.\n"]):
+        run = start(copied / "scripts/apply-patches.sh", "x", *argv, env=ready)
+        out, err = run.communicate(timeout=30)
+        assert (run.returncode, err) == (1, error)
+        assert not argv or json.loads(out)["error"]["code"] == "interrupted"
+
+
 @pytest.mark.parametrize("damage", ["python", "module", "text"])
 def test_a_damaged_environment(ready, copied, tmp_path, damage):
     """It is named, in JSON where that was asked for; the report has the keys that it always has."""
