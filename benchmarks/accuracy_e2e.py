@@ -237,6 +237,13 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def base_key(model: Path, prompts: list[list[int]], steps: int, tp: int, where: dict[str, Any]) -> str:
+    """What all runs of a model share: its checkpoint, the question, and the software of machine()."""
+    config = json.loads((model / "config.json").read_text())
+    index = model / "model.safetensors.index.json"
+    return key_of([config, index.stat().st_mtime_ns if index.exists() else 0], prompts, steps, tp, software(where))
+
+
 def read_result(path: Path, key: str) -> dict[str, Any] | None:
     """The run's meta data if `path` holds it for this key."""
     meta = path.with_suffix(".json")
@@ -431,10 +438,8 @@ def main(argv: list[str] | None = None) -> int:
     config = json.loads((Path(args.model) / "config.json").read_text())
     vocab = config["vocab_size"]
     prompts = make_prompts(args.lengths, vocab, args.seed)
-    index = Path(args.model) / "model.safetensors.index.json"
-    model_key = [config, index.stat().st_mtime_ns if index.exists() else 0]
     where = machine()
-    base = key_of(model_key, prompts, args.steps, args.tp, software(where))
+    base = base_key(Path(args.model), prompts, args.steps, args.tp, where)
 
     # The continuation: written by the first run that succeeds, `truth` where it can.
     chosen = args.work / "continuation.json"

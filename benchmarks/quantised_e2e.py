@@ -13,7 +13,8 @@ those of accuracy_e2e.py, and on the continuation that the first one decodes gre
 The bar is KL(truth | NAME) <= 1.05 KL(truth | dequantised), for decode steps and for prompts: what kernels
 add is a twentieth of what quantisation costs. It holds for kernels that leave activations in BF16 (Marlin).
 Layouts with FP8 blocks round activations too, which `dequantised` has not, and are only reported.
-KL(dequantised | NAME) is the kernels' own. Runs found in --work are not repeated.
+KL(dequantised | NAME) is the kernels' own. Runs of the same checkpoints and software that are in --work are not
+repeated.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def write_models(folder: Path, layouts: list[str]) -> None:
 def run(name: str, spec: dict, forced: list | None, prompts: list, args: argparse.Namespace) -> dict[str, Any]:
     """One model; its tokens, memory and time, with the arrays beside."""
     model = args.folder / name
+    base = accuracy_e2e.base_key(model, prompts, args.steps, args.tp, args.where)
     job = {
         "spec": spec,
         "model": str(model),
@@ -71,7 +73,7 @@ def run(name: str, spec: dict, forced: list | None, prompts: list, args: argpars
         "tp": args.tp,
         "scales": "",
         "out": str(args.work / f"{name}.npz"),
-        "key": accuracy_e2e.key_of(name, spec, forced, args.steps, args.tp),
+        "key": accuracy_e2e.key_of(base, spec, forced),
     }
     if accuracy_e2e.read_result(Path(job["out"]), job["key"]):
         log(f"{name}: found in {args.work}")
@@ -101,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
     args.work.mkdir(parents=True, exist_ok=True)
-    args.provider = None
+    args.provider, args.where = None, machine()
     layouts = args.layouts.split(",")
     write_models(args.folder, layouts)
     spec: dict[str, Any] = {"backend": None if args.kv == "fp8" else accuracy_e2e.BACKEND, "kv": args.kv}
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([sys.executable, *sys.argv]),
-        "machine": machine(),
+        "machine": args.where,
         "runs": runs,
         "comparisons": comparisons,
         "bars": rows,

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy_e2e  # noqa: E402
 import e2e  # noqa: E402
 import make_mini_checkpoint as mini  # noqa: E402
+import quantised_e2e  # noqa: E402
 from mini_checkpoint import deepseek_v4, layouts, tokenizer  # noqa: E402
 from mini_checkpoint.recipe import rng  # noqa: E402
 
@@ -564,3 +565,21 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
     assert "--kv-rms and --dspark are of --model v4" in capsys.readouterr().err
     assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3
+
+
+def test_a_quantised_run_is_repeated_by_other_software(checkpoint, tmp_path, monkeypatch):
+    started = []
+
+    def fake(name, job, args):
+        started.append(args.where["versions"])
+        np.savez(job["out"])
+        Path(job["out"]).with_suffix(".json").write_text(json.dumps({"key": job["key"]}))
+        (args.work / f"{name}.log").touch()
+        return {"ok": True}
+
+    monkeypatch.setattr(accuracy_e2e, "start_run", fake)
+    for version in ("1", "1", "2"):
+        where = {"versions": version, "gpus": []}
+        args = SimpleNamespace(folder=checkpoint.parent, work=tmp_path, steps=3, tp=1, where=where)
+        assert quantised_e2e.run(checkpoint.name, {}, None, [[1]], args)["ok"]
+    assert started == ["1", "2"]
