@@ -9,6 +9,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.sparse_mla import HEAD_SIZE, workspace_rows
 from vllm.third_party.mla_kernels import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from vllm.third_party.mla_kernels.row_formats import BF16, V32
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -149,14 +150,10 @@ def attend_separately(
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Copy the first rows of a request, as many as BF16 `out` `[rows, 576]` has."""
-    step = _BLOCKS_AT_ONCE * cache.shape[1]
+    page = cache.shape[1]
+    keys = (BF16 if cache.shape[-1] == HEAD_SIZE else V32).keys
+    in_block = torch.arange(page, device=cache.device)
+    step = _BLOCKS_AT_ONCE * page
     for part, some in zip(out.split(step), blocks.split(_BLOCKS_AT_ONCE), strict=False):
-        rows = cache[some[: -(-len(part) // cache.shape[1])]].flatten(0, 1)[: len(part)]
-        if rows.shape[1] == HEAD_SIZE:
-            part.copy_(rows)
-            continue
-        rows = rows.view(torch.uint8)  # 512 E4M3, 4 float32 scales, 64 BF16
-        values = rows[:, :512].view(torch.float8_e4m3fn).float().unflatten(1, (4, 128))
-        scales = rows[:, 512:528].view(torch.float32)
-        part[:, :512] = (values * scales.unsqueeze(-1)).flatten(1)
-        part[:, 512:] = rows[:, 528:].view(torch.bfloat16)
+        rows = some.long().unsqueeze(1) * page + in_block
+        part.copy_(keys(cache, rows.flatten()[: len(part)]))
