@@ -95,8 +95,7 @@ def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     value."""
     scale = scale.float()
     for dim, (size, groups) in enumerate(zip(shape, scale.shape, strict=True)):
-        each = size // groups if size % groups == 0 else _FP8_BLOCK
-        if groups == -(-size // _FP8_BLOCK):
-            each = _FP8_BLOCK
+        is_block = groups == -(-size // _FP8_BLOCK)
+        each = _FP8_BLOCK if is_block else size // groups
         scale = scale.repeat_interleave(each, dim).narrow(dim, 0, size)
     return scale
