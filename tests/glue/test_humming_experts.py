@@ -5,17 +5,12 @@ The kernels have not run: see docs/choosing.md.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-from dsv4_overlay_tools.series import series_of  # noqa: E402
+from on_request import ON_REQUEST, tree_with
 
 NAME = "humming-experts"
 # Ranks, expert parallelism, and what the activations are quantised to.
@@ -23,28 +18,17 @@ CASES = {"TP": (8, False, None), "EP": (4, True, None), "FP8": (4, False, "float
 
 
 @pytest.fixture(scope="module")
-def series(applied):
-    release = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())["release"]
-    found = [one for one in series_of(ROOT, release) if one.name == NAME]
-    return found[0] if found else pytest.skip("this release has no such series")
-
-
-@pytest.fixture(scope="module")
-def answers(applied, series, tmp_path_factory):
-    """Of humming_experts.py, with the series in a tree of links to the applied one."""
+def answers(tmp_path_factory):
+    """Of humming_experts.py, in a tree with the series."""
+    if NAME not in ON_REQUEST:
+        pytest.skip("this release has no such series")
     if not (packages := os.environ.get("HUMMING_PACKAGES")):
         pytest.skip("HUMMING_PACKAGES does not name a folder with humming-kernels; scripts/test.sh makes one")
-    tree = tmp_path_factory.mktemp("tree")
-    shutil.copytree(applied / "vllm", tree / "vllm", copy_function=os.symlink)
-    for patch in series.patches:
-        for diff in patch.diffs:
-            (tree / diff.path).unlink()
-            (tree / diff.path).write_bytes(diff.apply((applied / diff.path).read_bytes()))
-    shutil.copy(ROOT / "overlay/common/vllm/dsv4_overlay/experts.py", tree / "vllm/dsv4_overlay")
+    tree = tree_with(tmp_path_factory.mktemp("tree"), NAME)
     env = os.environ | {"PYTHONPATH": f"{tree}:{packages}", "CUDA_VISIBLE_DEVICES": "", "CAPABILITY": "9.0"}
     env |= {"TORCHDYNAMO_DISABLE": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}  # no compiler
     done = subprocess.run(
-        [sys.executable, str(HERE / "humming_experts.py")],
+        [sys.executable, str(Path(__file__).with_name("humming_experts.py"))],
         input=json.dumps(CASES),
         capture_output=True,
         text=True,

@@ -13,18 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm.dsv4_overlay
+from on_request import ON_REQUEST, RELEASE, ROOT, tree_with
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests/engine"))
-from smallworld import Engine, metadata  # noqa: E402
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from dsv4_overlay_tools.series import series_of  # noqa: E402
-
-RECORD = Path(vllm.__file__).parent / "_dsv4_overlay/record.json"
-RELEASE = json.loads(RECORD.read_text())["release"]
-if not any(series.name == "quantised-linears" for series in series_of(ROOT, RELEASE)):
+if "quantised-linears" not in ON_REQUEST:
     pytest.skip(f"vLLM {RELEASE} has no series of quantised linears", allow_module_level=True)
 # The tree of the tests has what is not on request.
 vllm.dsv4_overlay.__path__.append(str(ROOT / "overlay/common/vllm/dsv4_overlay"))
@@ -83,14 +74,9 @@ NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias")  # without
 
 
 @pytest.fixture(scope="session")
-def patched(applied, tmp_path_factory):
-    """A copy of the applied tree with all of the release's series, these on request among them."""
-    folder, engine = tmp_path_factory.mktemp("patched"), Engine(ROOT)
-    shutil.copytree(applied / "vllm", folder / "vllm")
-    (folder / "PKG-INFO").write_bytes(metadata(RELEASE))
-    engine.ok(folder, "--revert")
-    engine.ok(folder, *(f"--series={series.name}" for series in series_of(ROOT, RELEASE)))
-    return folder
+def patched(tmp_path_factory):
+    """With all of the release's series."""
+    return tree_with(tmp_path_factory.mktemp("patched"), *ON_REQUEST)
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +100,7 @@ def compressed_tensors():
 
 def load(tree, folders):
     environment = os.environ | {"PYTHONPATH": f"{tree}:{compressed_tensors()}", "CAPABILITY": "9.0"}
-    script = [sys.executable, "-B", HERE / "quantised.py"]
+    script = [sys.executable, "-B", Path(__file__).with_name("quantised.py")]
     given = json.dumps({name: str(path) for name, path in folders.items()})
     done = subprocess.run(script, input=given, text=True, capture_output=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
