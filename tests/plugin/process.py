@@ -174,6 +174,7 @@ def worker():
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.version.cuda = None  # so that no library is loaded, whatever torch this is
     drop_in = sys.modules["vllm_dsv4_overlay.dsv4_overlay.drop_in"]
     drop_in.get_current_vllm_config_or_none = lambda: types.SimpleNamespace(additional_config={})
     return drop_in.padded_heads(16, 64)
