@@ -1,8 +1,8 @@
 """Runs in a process of its own: vLLM's DeepSeek V4.1 on an H200, and its draft, load a mini checkpoint.
 
-The layout is the argument. Prints which parameters were not loaded (the loader itself stops at a tensor that has no
-place), which of some hold other values than were drawn, and the attention layers' class and caches. Kernels are left
-out.
+The layout is the argument. Prints which parameters were not loaded (the loader itself stops at a tensor without a
+place), which of some hold other values than were drawn, and the class and caches of the attention layers. Kernels
+are left out.
 """
 
 import dataclasses
