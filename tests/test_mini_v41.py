@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 import make_mini_checkpoint as mini  # noqa: E402
+from features.run import STEP, engine_arguments  # noqa: E402
+from features_e2e import parse_args  # noqa: E402
 from mini_checkpoint import deepseek_v4, quantised  # noqa: E402
 from mini_checkpoint.recipe import rng  # noqa: E402
 
@@ -21,6 +24,7 @@ MODULE = mini.MODELS["v4.1"]
 SMALL = dict(hidden=256, heads=8, q_lora=128, o_lora=128, o_groups=1, index_heads=8, experts=8, vocab=1024,
              moe_intermediate=128,
              dspark=True, mtp_layers=2, compress_ratios=(0, 2, 2, 1, 1, 1, 0, 0))  # fmt: skip
+NO_DRAFT = dict(dspark=False, mtp_layers=0, compress_ratios=(0, 2, 2, 1, 1, 1))
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
@@ -133,6 +137,16 @@ def test_sizes_are_the_public_models():
     assert draft["quantization_config"]["ignored_layers"][5:] == [
         f"{layer}.attn.wo_b" for layer in ("language_model.model.layers.5", "model.layers.6", "model.layers.7")
     ]
+
+
+def test_the_features_benchmark_takes_it(checkpoint, tmp_path):
+    args = parse_args(["--model", str(checkpoint), "--out", str(tmp_path / "out.json"), "--backend", "stock"])
+    assert {"reference", "dspark", "kv_cache"} <= set(args.steps) and not {"mtp1", "mtp2"} & set(args.steps)
+    arguments = engine_arguments({"model": str(checkpoint), "backend": "stock"})
+    assert arguments["language_model_only"] and "block_size" not in arguments
+    mini.write_checkpoint(tmp_path, MODULE.Recipe(MODULE.Shape(**SMALL | NO_DRAFT), 0), log=lambda _: None)
+    args = parse_args(["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", "stock"])
+    assert set(STEP) - set(args.steps) >= {"mtp1", "mtp2", "dspark"}
 
 
 @pytest.mark.parametrize(
