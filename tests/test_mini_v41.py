@@ -19,6 +19,7 @@ from features.run import STEP, engine_arguments  # noqa: E402
 from features_e2e import parse_args  # noqa: E402
 from mini_checkpoint import deepseek_v4, quantised  # noqa: E402
 from mini_checkpoint.recipe import rng  # noqa: E402
+from mini_v41_forward import Model  # noqa: E402
 
 MODULE = mini.MODELS["v4.1"]
 SMALL = dict(hidden=256, heads=8, q_lora=128, o_lora=128, o_groups=1, index_heads=8, experts=8, vocab=1024,
@@ -120,6 +121,40 @@ def test_the_indexer_scores_rows_as_attention_does():
         picked = scores.topk(128).indices[:, None].expand(-1, s.heads, -1)
         share = logits.softmax(-1).gather(-1, picked).sum(-1).mean()
         assert share > 0.5
+
+
+@torch.no_grad()
+def test_activations_are_healthy_and_picks_matter():
+    tokens = torch.randint(3, SMALL["vocab"], (192,), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+
+    def best(scores, count):
+        return scores.topk(count).indices
+
+    def at_random(scores, count):
+        return best(torch.rand(scores.shape, generator=generator).where(scores.isfinite(), -1), count)
+
+    def run(choose=best, **sizes):
+        model = Model(recipe(**NO_DRAFT, hidden=512, window=16, **sizes), choose)
+        return model, model(tokens)
+
+    picks = dict(index_topk=48, candidate_blocks=24)  # of 192 rows and 24 blocks
+    whole, logprobs = run(index_topk=192, candidate_blocks=24)
+    for hidden in whole.hidden:
+        assert 0.7 < hidden[..., :256].square().mean().sqrt() < 3
+        assert 0.4 < hidden[..., 256:].square().mean().sqrt() * 2**12 < 5
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    assert 3 < entropy.mean() < 0.95 * torch.tensor(SMALL["vocab"]).log()
+    for weights in whole.attention:  # neither uniform nor one-hot
+        assert 0.05 < weights[-32:].amax(-1).mean() < 0.6
+
+    def divergence(one, other):
+        return (one.exp() * (one - other)).sum(-1)[96:].mean()
+
+    picked, randomly = run(**picks)[1], run(at_random, **picks)[1]
+    assert 0 < divergence(logprobs, picked) < 0.65 * divergence(logprobs, randomly)
+    filtered = run(index_topk=48, candidate_blocks=10)[1]
+    assert divergence(picked, filtered) > 0.01
 
 
 def test_sizes_are_the_public_models():
