@@ -1,5 +1,5 @@
-"""For test_mini_v41.py: a forward pass of a mini DeepSeek V4.1 in float32. RoPE, which turns queries and keys alike,
-is left out."""
+"""For test_mini_v41.py: a forward pass of a mini DeepSeek V4.1 in float32, without RoPE, which turns queries and
+keys alike."""
 
 import torch
 
