@@ -6,9 +6,9 @@ The weights are V4's but for what follows. In a V4.1 checkpoint that V4's has no
   has no gate either, and its rows are one a token;
 * compressors, and the caches of their rows, are in the layers of `kv_source_layer_ids` alone, indexers in
   those of `index_source_layer_ids`; a layer between them reads the rows, or the picks, of the last one below
-  it. Public: 20 layers of ratio 2 with sources 2, 8 and 14, then 20 of ratio 1 with the source 20, which
-  index again in 24, 28, 32 and 36;
-* an indexer's keys come of the source's compressed rows, by `wk` and `k_norm` in place of a compressor of
+  it. Public: two layers of the window only, 18 of ratio 2 with sources 2, 8 and 14, then 20 of ratio 1 with
+  the source 20, which index again in 24, 28, 32 and 36;
+* an indexer's keys are made of the source's compressed rows, by `wk` and `k_norm` in place of a compressor of
   its own. Here `wk` takes the channels that V4's indexer sees;
 * two levels of picks: the indexer of `candidate_source_layer_id` also picks blocks of rows, and those of later
   layers choose from these. Public: 2048 blocks of 8, which is all of 16384 tokens; here 128;
