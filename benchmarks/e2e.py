@@ -37,6 +37,12 @@ def tail(path: Path, lines: int = 60) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
+def model_settings(model: Path) -> dict[str, Any]:
+    """A checkpoint's config.json, with the fields of its language model, which V4.1 has apart, at the top."""
+    config = json.loads((model / "config.json").read_text())
+    return config | config.get("text_config", {})
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment of a process that runs vLLM on behalf of a script in this folder."""
     env = dict(os.environ)

@@ -10,6 +10,9 @@ With 8 heads a GPU, as tensor parallel 8 has of 64:
     python scripts/make_mini_checkpoint.py /tmp/mini-v4-32 --heads 32
     python benchmarks/features_e2e.py --model /tmp/mini-v4-32 --out features-32.json --gpus 4 --steps tp4
 
+DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla and stock, and is served without
+images. The numbers of cached tokens in `prefix`, `offload`, `offload_simple` and `disaggregated` are V4's.
+
 The plain run (`reference`) is eager, on one GPU, without prefix cache, speculation or asynchronous scheduling.
 Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may
 be spread over several commands (`--steps prefix,chunked`) of the same software, with the same VLLM_*
@@ -44,7 +47,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from e2e import kept, machine
+from e2e import kept, machine, model_settings
 from features import one_gpu, several_gpus  # noqa: F401  (steps register themselves)
 from features.parent import run_step
 from features.report import NOT_RUN, report
@@ -72,7 +75,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unknown steps {unknown}; there are {list(STEP)}")
     if not (args.model / "model.safetensors.index.json").is_file():
         parser.error(f"{args.model} holds no checkpoint; write one with scripts/make_mini_checkpoint.py")
-    config = json.loads((args.model / "config.json").read_text())
+    config = model_settings(args.model)
     asked = named or [n for n, s in STEP.items() if s.gpus == args.gpus]
     args.left_out = [f"{n}: {why}" for n in asked if (why := STEP[n].lacks(args.backend, config))]
     if named and args.left_out:

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Write a small, seeded checkpoint with healthy activations: DeepSeek V4, V3.2 or GLM-5.
+"""Write a small, seeded checkpoint with healthy activations: DeepSeek V4, V4.1, V3.2 or GLM-5.
 
     python scripts/make_mini_checkpoint.py OUT_DIR [--seed 0]
     vllm serve OUT_DIR --block-size 256 --kv-cache-dtype fp8
+    python scripts/make_mini_checkpoint.py OUT_DIR --model v4.1
+    vllm serve OUT_DIR --kv-cache-dtype fp8 --language-model-only
     python scripts/make_mini_checkpoint.py OUT_DIR --model v3.2
     vllm serve OUT_DIR
 
 Attention has the dimensions of the public model (V4: V4-Flash), heads and index top-k included.
 Few layers cover its kinds (V4: sliding window, one row in 4, one row in 128), with one next-token
-(MTP) layer, 16 routed experts, a vocabulary of 8192 and FP8 weights in 128x128 blocks. Names,
-shapes and dtypes are those of the public FP8 checkpoints, so stock vLLM loads it with its default
-loader. What its weights are like, and why: mini_checkpoint/recipe.py and a file for each model.
+(MTP) layer (V4.1 has none), 16 routed experts, a vocabulary of 8192 and FP8 weights in 128x128 blocks
+(V4.1: 32x32, experts MXFP4). Names, shapes and dtypes are those of the public FP8 checkpoints, so stock
+vLLM loads it with its default loader. What its weights are like, and why: mini_checkpoint/recipe.py and
+a file for each model.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from mini_checkpoint import deepseek_v4, deepseek_v32, glm_5
+from mini_checkpoint import deepseek_v4, deepseek_v32, deepseek_v41, glm_5
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
+from mini_checkpoint.layouts import Fp8Blocks
 from mini_checkpoint.quantised import LAYOUTS, Dequantised
 from mini_checkpoint.recipe import BaseRecipe
 from mini_checkpoint.tokenizer import write_tokenizer
@@ -28,15 +32,15 @@ from mini_checkpoint.writer import write_checkpoint
 
 __all__ = ["Recipe", "Shape", "model_config", "write_checkpoint", "write_tokenizer"]  # of V4
 
-MODELS = {"v4": deepseek_v4, "v3.2": deepseek_v32, "glm-5": glm_5}
+MODELS = {"v4": deepseek_v4, "v4.1": deepseek_v41, "v3.2": deepseek_v32, "glm-5": glm_5}
 
 
 def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     """Raises ValueError if the options do not fit the model."""
-    layout = None
-    if args.layout != "fp8":
+    layout = Fp8Blocks() if args.layout == "fp8" and args.model == "v4.1" else None
+    if args.layout not in (None, "fp8"):
         if args.model != "v4":
-            raise ValueError("--layout is of --model v4")
+            raise ValueError(f"--layout {args.layout} is of --model v4")
         layout = LAYOUTS[args.layout]()
         if args.dequantised:
             layout = Dequantised(layout)
@@ -46,13 +50,18 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     if heads < 8 or heads % 8:
         raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
     sizes = {"heads": heads, "moe_intermediate": args.moe_intermediate_size}
-    if args.model == "v4":
+    if args.kv_rms is not None:
+        if args.model != "v4":
+            raise ValueError("--kv-rms is of --model v4")
+        sizes |= {"kv_rms": args.kv_rms}
+    if args.model in ("v4", "v4.1"):
         sizes |= {"o_groups": heads // 8, "fp8_wo_b": args.fp8_wo_b}
-        sizes |= {"kv_rms": Shape.kv_rms if args.kv_rms is None else args.kv_rms}
         if args.dspark:  # two stages, which see the window only
-            sizes |= {"dspark": True, "mtp_layers": 2, "compress_ratios": (*Shape.compress_ratios, 0)}
-    elif args.kv_rms is not None or args.dspark:
-        raise ValueError("--kv-rms and --dspark are of --model v4")
+            shape = MODELS[args.model].Shape
+            ratios = (*shape.compress_ratios[: shape.layers], 0, 0)
+            sizes |= {"dspark": True, "mtp_layers": 2, "compress_ratios": ratios}
+    elif args.dspark:
+        raise ValueError("--dspark is of --model v4 and v4.1")
     else:
         sizes |= {"fp8_o_proj": args.fp8_wo_b}
     return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed, layout)
@@ -80,15 +89,15 @@ def main(argv: list[str] | None = None) -> int:
         "--heads",
         type=int,
         help="of attention, a multiple of 8: with 32 a rank of TP 4 has 8 heads (in V4 one output group), as one "
-        "of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V4-Flash 64, V3.2 128, GLM-5 64)",
+        "of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V3.2 128, the others 64)",
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
-    parser.add_argument("--dspark", action="store_true", help="DSpark's draft in place of V4's MTP layer")
+    parser.add_argument("--dspark", action="store_true", help="DSpark's draft, in V4 in place of its MTP layer")
     parser.add_argument(
         "--layout",
         choices=["fp8", *LAYOUTS],
-        default="fp8",
-        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: %(default)s)",
+        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: fp8). V4.1 has "
+        "MXFP8 as the public model does, or fp8",
     )
     parser.add_argument(
         "--dequantised",

@@ -563,7 +563,7 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
     assert "--heads must be a multiple of 8, and is 12" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
-    assert "--kv-rms and --dspark are of --model v4" in capsys.readouterr().err
+    assert "--dspark is of --model v4 and v4.1" in capsys.readouterr().err
     assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import make_prompts
+from e2e import make_prompts, model_settings
 
 from .comparison import CONTROL_KL, difference
 from .run import BASE, GRAPHS, MIXED_SIZES, SIZES, STEPS, Run, count_graphs, sampling, sequence, step
@@ -151,8 +151,7 @@ def mtp2(run: Run) -> None:
 @step(drafts="dspark", backends=["flashmla", "stock"])
 def dspark(run: Run) -> None:
     """Speculation with the blocks of DSpark's draft, on full graphs."""
-    config = json.loads((Path(run.job["model"]) / "config.json").read_text())
-    speculation(run, config["dspark_block_size"], method="dspark")
+    speculation(run, model_settings(Path(run.job["model"]))["dspark_block_size"], method="dspark")
 
 
 def offloaded(run: Run, connector: str) -> None:

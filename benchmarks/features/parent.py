@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from e2e import child_environment, log, run_child, tail
+from e2e import child_environment, log, model_settings, run_child, tail
 
 from .run import BACKENDS, BASE, ENTRY, ENVIRONMENT, KV_GIB, OURS, STEP
 
@@ -67,7 +67,7 @@ def run_step(
         "step": name,
         "backend": backend,
         "model": str(args.model.resolve()),
-        "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
+        "vocab": model_settings(args.model)["vocab_size"],
         "reference": str(args.work / f"{base}.reference.npz"),
         "noise": measured[0].get("noise"),
         "own": {k: m for k, m in measured[1].items() if isinstance(m, dict)} if base != backend else {},

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import import_flashinfer, log, make_prompts, positions
+from e2e import import_flashinfer, log, make_prompts, model_settings, positions
 
 from .comparison import allowed, difference
 
@@ -206,7 +206,6 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
     plain = dict(
         model=job["model"],
         skip_tokenizer_init=True,
-        block_size=256,
         max_model_len=16384,
         max_num_batched_tokens=2048,
         max_num_seqs=64,
@@ -220,6 +219,10 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         logprobs_mode="raw_logprobs",
         seed=0,
     )
+    if model_settings(Path(job["model"]))["model_type"].startswith("deepseek_v41"):
+        plain["language_model_only"] = True  # blocks are of 64 tokens: vLLM's choice on Hopper
+    else:
+        plain["block_size"] = 256
     if job["backend"] in ENVIRONMENT:
         plain["worker_extension_cls"] = "features.drop_in_calls.DropInCalls"
     return plain | BACKENDS[job["backend"]] | changes

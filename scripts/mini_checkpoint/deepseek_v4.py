@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -59,10 +60,12 @@ class Shape:
     kv_rms: float = 2.5  # of KV rows
     dspark: bool = False  # the next-token layers are stages of DSpark's draft
 
+    known_ratios: ClassVar[tuple[int, ...]] = (0, 1, 4, 128)
+
     def __post_init__(self) -> None:
         if len(self.compress_ratios) != self.layers + self.mtp_layers:
             raise ValueError("compress_ratios needs one entry a layer, next-token layers included")
-        if any(r not in (0, 1, 4, 128) for r in self.compress_ratios):
+        if any(r not in self.known_ratios for r in self.compress_ratios):
             raise ValueError(f"unknown compress ratio in {self.compress_ratios}")
         if not 0 < self.kv_rms < math.inf:
             raise ValueError(f"kv_rms must be positive and finite, not {self.kv_rms}")
@@ -73,6 +76,11 @@ class Shape:
                 raise ValueError(f"{name} must be a multiple of the FP8 block, {BLOCK}")
         if self.rope_dim >= self.index_dim or self.index_dim > self.head_dim:
             raise ValueError("the indexer's rows must hold the RoPE dimensions and some others")
+
+    @property
+    def dspark_targets(self) -> list[int]:
+        """The layers whose output DSpark's draft sees: the first, the middle and the last."""
+        return [0, self.layers // 2, self.layers - 1]
 
 
 KV_RMS = Shape.kv_rms  # about the standard deviation of the attention logits
@@ -96,7 +104,7 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     drafts = {
         "dspark_block_size": DSPARK_BLOCK,
         "dspark_markov_rank": DSPARK_RANK,
-        "dspark_target_layer_ids": dspark_targets(s),
+        "dspark_target_layer_ids": s.dspark_targets,
         "dspark_noise_token_id": 2,
         "n_mtp_layers": s.mtp_layers,
         "enable_confidence_head": False,
@@ -162,13 +170,9 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def dspark_targets(s: Shape) -> list[int]:
-    """The layers whose output the draft sees: the first, the middle and the last."""
-    return [0, s.layers // 2, s.layers - 1]
-
-
 class Recipe(BaseRecipe):
     s: Shape
+    markov_factors = ("markov_w1", "markov_w2")  # names in the checkpoint
 
     def __init__(self, shape: Shape, seed: int, layout: Fp8Blocks | None = None):
         super().__init__(shape, seed, layout or Fp8Blocks())
@@ -190,7 +194,7 @@ class Recipe(BaseRecipe):
         for i in range(s.layers):
             ratio = s.compress_ratios[i]
             block = self.block(f"layers.{i}", ratio, hashed=i < s.hash_layers)
-            yield f"layer {i} (compress ratio {max(1, ratio)})", list(block)
+            yield f"layer {i} ({f'compress ratio {ratio}' if ratio else 'window only'})", list(block)
         for i in range(s.mtp_layers):
             layer, ratio = f"mtp.{i}", s.compress_ratios[s.layers + i]
             if s.dspark:
@@ -213,10 +217,7 @@ class Recipe(BaseRecipe):
                 yield Entry(f"{layer}.ffn.{expert}.{part}.weight", "fp8", make)
         yield Entry(f"{attn}.q_norm.weight", "bf16", lambda n: self.norm_weight(n, s.q_lora))
         yield Entry(f"{attn}.kv_norm.weight", "bf16", self.kv_weight)
-        if ratio > 1:
-            yield from self.compressor(layer, ratio)
-        if ratio == 4:
-            yield from self.indexer(layer)
+        yield from self.compressed(layer, ratio)
         yield Entry(f"{layer}.ffn.gate.weight", "bf16", self.router)
         if hashed:
             yield Entry(f"{layer}.ffn.gate.tid2eid", "i32", self.hash_table)
@@ -230,6 +231,13 @@ class Recipe(BaseRecipe):
             yield Entry(f"{layer}.hc_{sub}_base", "f32", self.hc_base)
             yield Entry(f"{layer}.hc_{sub}_scale", "f32", lambda n: torch.full((3,), HC_SCALE))
             yield Entry(f"{layer}.{sub}_norm.weight", "bf16", lambda n: self.norm_weight(n, self.s.hidden))
+
+    def compressed(self, layer: str, ratio: int) -> Iterator[Entry]:
+        """What makes and picks the rows that stand for several tokens."""
+        if ratio > 1:
+            yield from self.compressor(layer, ratio)
+        if ratio == 4:
+            yield from self.indexer(layer)
 
     def compressor(self, layer: str, ratio: int) -> Iterator[Entry]:
         c = f"{layer}.attn.compressor"
@@ -271,8 +279,9 @@ class Recipe(BaseRecipe):
             yield Entry("mtp.0.main_norm.weight", "bf16", lambda n: self.norm_weight(n, self.s.hidden))
         if stage == self.s.mtp_layers - 1:
             yield from self.stream_sum(f"mtp.{stage}.")
-            yield Entry(f"mtp.{stage}.markov_head.markov_w1.weight", "bf16", lambda n: self.markov_codes())
-            yield Entry(f"mtp.{stage}.markov_head.markov_w2.weight", "bf16", self.markov_successors)
+            token, successor = (f"mtp.{stage}.markov_head.{factor}.weight" for factor in self.markov_factors)
+            yield Entry(token, "bf16", lambda n: self.markov_codes())
+            yield Entry(successor, "bf16", self.markov_successors)
 
     def stream_sum(self, prefix: str) -> Iterator[Entry]:
         m = self.s.hc_mult
@@ -283,7 +292,7 @@ class Recipe(BaseRecipe):
 
     def dspark_context(self, name: str) -> torch.Tensor:
         """The mean of the target's layers, and some noise."""
-        targets = dspark_targets(self.s)
+        targets = self.s.dspark_targets
         parts = [self.draft_input(f"{name}:{i}", token=1.0, context=1.0) for i in targets]
         return torch.cat(parts, 1) / len(targets)
 

@@ -10,20 +10,20 @@ BLOCK = 128
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32}
 
 
-def to_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 values and their float32 power-of-two scale a 128x128 block; w = values * scale.
+def to_fp8_blocks(w: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 values and their float32 power-of-two scale a block, of 128x128 by default; w = values * scale.
 
     Powers of two are exact in float32 and in UE8M0.
     """
     out, fan_in = w.shape
-    rows, cols = -(-out // BLOCK), -(-fan_in // BLOCK)
-    padded = torch.nn.functional.pad(w, (0, cols * BLOCK - fan_in, 0, rows * BLOCK - out))
-    blocks = padded.view(rows, BLOCK, cols, BLOCK)
+    rows, cols = -(-out // block), -(-fan_in // block)
+    padded = torch.nn.functional.pad(w, (0, cols * block - fan_in, 0, rows * block - out))
+    blocks = padded.view(rows, block, cols, block)
     amax = blocks.abs().amax(dim=(1, 3))
     amax[amax == 0] = FP8_MAX
     scale = torch.exp2(torch.ceil(torch.log2(amax / FP8_MAX)))
     values = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-    return values.view(rows * BLOCK, cols * BLOCK)[:out, :fan_in].contiguous(), scale
+    return values.view(rows * block, cols * block)[:out, :fan_in].contiguous(), scale
 
 
 class Fp8Blocks:

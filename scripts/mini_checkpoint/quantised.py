@@ -8,6 +8,8 @@ autoround       Intel's: 4-bit integers in GPTQ's packing everywhere but next-to
 nvfp4           ModelOpt, every linear NVFP4 (no public checkpoint has this)
 bf16            not quantised
 
+and `mxfp8`, DeepSeek's own for V4.1: FP8 in blocks of 32 x 32, MXFP4 experts.
+
 Names, dtypes and `quantization_config` are those of the tools; values are rounded to nearest. Scales of
 4-bit formats are chosen so that each weight is exact in BF16: `Dequantised` writes those, and a model
 that runs on them differs from the quantised one by its kernels alone.
@@ -40,6 +42,25 @@ def fp8_blocks(w: torch.Tensor, scale_name: str, scale_dtype: torch.dtype) -> St
     return {"weight": values, scale_name: scale.to(scale_dtype)}, represented
 
 
+def to_e2m1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E2M1, two a byte, the first in the low bits, and the values they stand for, of which 6 is the largest."""
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    code = torch.bucketize(x.abs().contiguous(), middles)  # to the smaller of two that are as near
+    # To the even one instead, which is the larger after an odd code.
+    code += ((code < 7) & (code % 2 == 1) & (x.abs() == middles[code.clamp(max=6)])).long()
+    values = E2M1[code] * x.sign()
+    code = (code + 8 * (x < 0)).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4, values
+
+
+def to_mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed E2M1 [out, in / 2] and their power-of-two scale for 32, [out, in / 32], which leaves none above 6."""
+    blocks = w.view(w.shape[0], -1, 32)
+    amax = blocks.abs().amax(-1)
+    scale = torch.where(amax > 0, up_to_power_of_two(amax / 6), 1)
+    return to_e2m1((blocks / scale.unsqueeze(-1)).view(w.shape))[0], scale
+
+
 def to_nvfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed E2M1 [out, in / 2], E4M3 scales [out, in / 16], a power of two for all, and the values."""
     whole = up_to_power_of_two(w.abs().max().clamp(min=1e-30) / (6 * 448))
@@ -47,13 +68,8 @@ def to_nvfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     scale = (blocks.abs().amax(-1) / 6 / whole).to(FP8)
     step = scale.float().unsqueeze(-1) * whole
     scaled = torch.where(step > 0, blocks / step.clamp(min=1e-38), 0)
-    middles = (E2M1[1:] + E2M1[:-1]) / 2
-    code = torch.bucketize(scaled.abs().contiguous(), middles)  # to the smaller of two that are as near
-    # To the even one instead, which is the larger after an odd code.
-    code += ((code < 7) & (code % 2 == 1) & (scaled.abs() == middles[code.clamp(max=6)])).long()
-    represented = E2M1[code] * scaled.sign() * step
-    code = (code + 8 * (scaled < 0)).to(torch.uint8).view(w.shape)
-    return code[:, ::2] | code[:, 1::2] << 4, scale, whole, represented.view(w.shape)
+    packed, represented = to_e2m1(scaled)
+    return packed.flatten(1), scale, whole, (represented * step).view(w.shape)
 
 
 def modelopt_nvfp4(w: torch.Tensor) -> Stored:
@@ -107,6 +123,19 @@ def gptq_int4(w: torch.Tensor) -> Stored:
         "qzeros": pack_int4(zeros),
         "scales": scale.T.contiguous(),
     }, represented
+
+
+class Mxfp8(Fp8Blocks):
+    expert_dtype = "fp4"
+
+    def store(self, name: str, kind: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        if kind != "fp8":
+            return super().store(name, kind, w)
+        values, scale = to_mxfp4(w) if EXPERT.search(name) else to_fp8_blocks(w, 32)
+        return {name: values, name.removesuffix("weight") + self.scale: scale.to(torch.float8_e8m0fnu)}
+
+    def config(self, ignored: list[str]) -> dict:
+        return super().config(ignored) | {"weight_block_size": [32, 32]}
 
 
 class Quantised(Fp8Blocks):

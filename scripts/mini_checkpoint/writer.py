@@ -33,6 +33,7 @@ def refuse_other_weights(out: Path, config: dict) -> None:
     keys = ("model_type", "num_hidden_layers", "vocab_size")
     try:
         found = json.loads((out / "config.json").read_text())
+        found, config = (c.get("text_config", c) for c in (found, config))
         ours = all(found[key] == config[key] for key in keys)
     except (OSError, ValueError, KeyError):
         ours = False
