@@ -32,7 +32,7 @@ from typing import Any
 
 import accuracy_e2e
 import numpy as np
-from e2e import log, machine, make_prompts
+from e2e import log, machine, make_prompts, model_settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 WEIGHT_ONLY = ("nvfp4", "autoround")
@@ -65,7 +65,7 @@ def run(name: str, spec: dict, forced: list | None, prompts: list, args: argpars
     job = {
         "spec": spec,
         "model": str(model),
-        "vocab": json.loads((model / "config.json").read_text())["vocab_size"],
+        "vocab": model_settings(model)["vocab_size"],
         "prompts": prompts,
         "forced": forced,
         "steps": args.steps,
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     spec: dict[str, Any] = {"backend": None if args.kv == "fp8" else accuracy_e2e.BACKEND, "kv": args.kv}
     if args.graphs:
         spec["compilation"] = accuracy_e2e.GRAPHS_ONLY
-    vocab = json.loads((args.folder / "truth" / "config.json").read_text())["vocab_size"]
+    vocab = model_settings(args.folder / "truth")["vocab_size"]
     prompts = make_prompts(LENGTHS, vocab, 0)
     runs = {"truth": run("truth", spec, None, prompts, args)}
     if not runs["truth"]["ok"]:

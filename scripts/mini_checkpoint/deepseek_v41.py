@@ -63,14 +63,22 @@ class Shape(deepseek_v4.Shape):
         if not set(self.kv_sources) <= set(self.index_sources) <= set(compressed):
             raise ValueError("every source of rows must be one of picks, and each of these a compressed layer")
         for i in compressed:
-            source = max((s for s in self.kv_sources if s <= i), default=None)
+            source = self.kv_source(i)
             if source is None or self.compress_ratios[source] != self.compress_ratios[i]:
                 raise ValueError(f"layer {i} has no source of rows of its compress ratio")
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose compressed rows a layer reads."""
+        return max((source for source in self.kv_sources if source <= layer), default=None)
 
     @property
     def dspark_targets(self) -> list[int]:
         """The layers whose input DSpark's draft sees: the last ones, as in the public model."""
         return [self.layers - 3, self.layers - 2, self.layers - 1]
+
+
+def layer_number(layer: str) -> int:
+    return int(layer.removeprefix("layers."))
 
 
 def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
@@ -119,7 +127,7 @@ class Recipe(deepseek_v4.Recipe):
     def compressed(self, layer: str, ratio: int) -> Iterator[Entry]:
         if not ratio:
             return
-        number = int(layer.removeprefix("layers."))
+        number = layer_number(layer)
         if number in self.s.kv_sources:
             yield from self.compressor(layer, ratio)
         if number in self.s.index_sources:
@@ -135,20 +143,15 @@ class Recipe(deepseek_v4.Recipe):
         x = f"{layer}.attn.indexer"
         yield Entry(f"{x}.wq_b.weight", "fp8", lambda n: self.index_wq_b(layer))
         yield Entry(f"{x}.weights_proj.weight", "bf16", self.index_weights)
-        if self.kv_source(layer) == layer:
+        if layer_number(layer) in self.s.kv_sources:
             yield Entry(f"{x}.wk.weight", "bf16", lambda n: torch.eye(self.s.head_dim)[self.index_channels(layer)])
             yield Entry(f"{x}.k_norm.weight", "bf16", lambda n: self.index_norm(layer))
 
     def stream_sum(self, prefix: str) -> Iterator[Entry]:
         yield Entry(f"{prefix}norm.weight", "bf16", lambda n: self.norm_weight(n, self.s.hidden))
 
-    def kv_source(self, layer: str) -> str:
-        """The layer whose compressed rows this one reads."""
-        number = int(layer.removeprefix("layers."))
-        return f"layers.{max(s for s in self.s.kv_sources if s <= number)}"
-
     def index_channels(self, layer: str) -> torch.Tensor:
-        return super().index_channels(self.kv_source(layer))
+        return super().index_channels(f"layers.{self.s.kv_source(layer_number(layer))}")
 
     def index_norm(self, layer: str) -> torch.Tensor:
         """One weight for all, so that the keys keep the rows' size and proportions."""

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import hopper
@@ -17,60 +16,29 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_mini_checkpoint as mini  # noqa: E402
-from mini_checkpoint import quantised  # noqa: E402
+import mini_model  # noqa: E402
 from mini_checkpoint.layouts import FP8, Fp8Blocks  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from mini_model import Experts, Nothing, dense  # noqa: E402
 from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
-from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.models.deepseek_v4.nvidia import model as deepseek_v4  # noqa: E402
 from vllm.models.deepseek_v41 import DeepseekV4FP8Config, DSparkDeepseekV4ForCausalLM, attention  # noqa: E402
-from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 
-E2M1 = torch.cat([quantised.E2M1, -quantised.E2M1])
 MODULE = mini.MODELS["v4.1"]
 SHAPE = MODULE.Shape(hidden=512, heads=8, o_groups=1, q_lora=256, o_lora=128, index_heads=8, index_topk=64,
                      moe_intermediate=128, experts=8, vocab=1024, dspark=True, mtp_layers=2,
                      compress_ratios=(0, 2, 2, 1, 1, 1, 0, 0))  # fmt: skip
 
 
-class Nothing(torch.nn.Module):
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-
-
-class Experts(torch.nn.Module):
-    """vLLM's own layer chooses kernels when it is made."""
-
-    def __init__(self):
-        super().__init__()
-        n, wide, h = SHAPE.experts, SHAPE.moe_intermediate, SHAPE.hidden
-        # What the scales are called, and what they are of.
-        weight, scale, end, block = (FP8, torch.float32, "scale_inv", (128, 128))
-        if sys.argv[1] == "mxfp8":
-            weight, scale, end, block = (torch.uint8, torch.uint8, "scale", (1, 32))
-        for name, rows, columns in (("w13", 2 * wide, h), ("w2", h, wide)):
-            sizes = {"weight": (rows, columns // 2 if weight == torch.uint8 else columns)}
-            sizes[f"weight_{end}"] = (rows // block[0], columns // block[1])
-            for kind, size in sizes.items():
-                dtype = weight if kind == "weight" else scale
-                parameter = torch.nn.Parameter(torch.zeros(n, *size).to(dtype), requires_grad=False)
-                parameter.weight_loader = self.load
-                self.register_parameter(f"{name}_{kind}", parameter)
-
-    def load(self, parameter, weight, name, shard_id, expert_id, return_success):
-        place = parameter.data[expert_id]
-        if shard_id != "w2":
-            half = len(place) // 2
-            place = place[:half] if shard_id == "w1" else place[half:]
-        assert place.shape == weight.shape and place.dtype == weight.dtype, (name, weight.shape, weight.dtype)
-        place.copy_(weight)
-        return return_success
+# Weights, their scales' name and dtype, and what a scale is of.
+EXPERTS = {
+    "mxfp8": (torch.uint8, "weight_scale", torch.uint8, (1, 32)),
+    "fp8": (FP8, "weight_scale_inv", torch.float32, (128, 128)),
+}
 
 
 def experts(*args, **kwargs):
     layer = Nothing()
-    layer.routed_experts = Experts()
+    layer.routed_experts = Experts(SHAPE, *EXPERTS[sys.argv[1]])
     return layer
 
 
@@ -93,10 +61,7 @@ def build(folder):
     torch.cuda.Stream = Nothing
     config.kernel_config.enable_jit_warmup = False
     hopper.platforms._current_platform.device_type = "cpu"
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
-        initialize_model_parallel(1)
-        return initialize_model(config), config
+    return mini_model.made(config, folder), config
 
 
 def left_out(model, names):
@@ -119,25 +84,6 @@ def loaded(model, loader, config):
     return left_out(model, model.load_weights(loader.get_all_weights(config.model_config, model)))
 
 
-def dense(values, scale):
-    """Values as float32; scales are float32, or bytes of UE8M0."""
-    if values.dtype == torch.uint8:
-        values = E2M1[torch.stack([values & 15, values >> 4], -1).flatten(-2).long()]
-    if scale is None:
-        return values.float()
-    if scale.dtype != torch.float32:
-        scale = torch.exp2(scale.view(torch.uint8).float() - 127)
-    height, width = (-(-n // m) for n, m in zip(values.shape, scale.shape, strict=True))
-    return values.float() * scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
-
-
-def drawn(recipe, name):
-    """What the checkpoint has under a module's name."""
-    entry = next(e for _, shard in recipe.shards() for e in shard if e.name == f"{name}.weight")
-    stored = recipe.layout.store(*entry[:2], entry.make(entry.name))
-    return dense(stored[f"{name}.weight"], stored.get(f"{name}.scale"))
-
-
 def values(parameters, name, expert=None):
     separator = "." if expert is None else "_"
     scales = [parameters.get(f"{name}{separator}weight_scale{end}") for end in ("", "_inv")]
@@ -153,9 +99,8 @@ def differ(parameters, recipe, prefix, layer, parts):
     found = []
     for name, sources in parts.items():
         name, _, expert = name.partition(":")
-        want = torch.cat([drawn(recipe, f"{layer}.{source}") for source in sources])
         have = values(parameters, f"{prefix}.{name}", int(expert) if expert else None)
-        if not torch.equal(have, want):
+        if mini_model.differs(have, recipe, [f"{layer}.{source}" for source in sources]):
             found.append(f"{layer}.{name}")
     return found
 
@@ -181,29 +126,6 @@ KINDS = {
     4: INDEXER,
     5: {},
 }
-
-
-class Speculative:
-    """Drafts of DSpark; whatever else is asked for is off."""
-
-    num_speculative_tokens = 3
-
-    def __init__(self, hf_config):
-        self.draft_model_config = types.SimpleNamespace(hf_config=hf_config)
-
-    def use_dspark(self):
-        return True
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return False
-
-
-def draft_model(config):
-    config.speculative_config = Speculative(config.model_config.hf_config)
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        return DSparkDeepseekV4ForCausalLM(vllm_config=config)
 
 
 def attention_layers(config):
@@ -241,7 +163,7 @@ def main():
     found["attention"] = sorted({type(layer.attn).__name__ for layer in layers})
     found["methods"] = sorted({type(layer.attn.wq_b.quant_method).__name__ for layer in layers})
 
-    draft = draft_model(config)
+    draft = mini_model.draft(config, DSparkDeepseekV4ForCausalLM, 3, "use_dspark")
     # The embedding and the output layer are the target's.
     names = ("model.embed_tokens.weight", "lm_head.weight")
     found["missing"] += [name for name in loaded(draft, loader, config) if name not in names]
