@@ -1,0 +1,214 @@
+// What a block of sparse_mla_m64.cu works on and with: items, products, and shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "sm90_wgmma.cuh"
+
+namespace mla {
+namespace m64 {
+
+constexpr int kHeads = 64;
+constexpr int kBlockThreads = 512;
+
+#define MLA_D64                                                                                                     \
+  MLA_D32                                                                                                           \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
+  "%60,%61,%62,%63"
+
+// s (64 heads x 64 keys) = q (64 x 16, in registers) times k (64 x 16), plus s if ADD.
+template <bool HALF, bool ADD>
+__device__ __forceinline__ void score_product(float (&s)[32], const uint32_t (&q)[4], uint64_t k) {
+  if constexpr (HALF)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+  else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+}
+// The same with q in shared memory.
+template <bool HALF>
+__device__ __forceinline__ void score_product(float (&s)[32], uint64_t q, uint64_t k) {
+  if constexpr (HALF)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : MLA_F32(s, 0) : "l"(q), "l"(k));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
+                 : MLA_F32(s, 0) : "l"(q), "l"(k));
+}
+// o (64 heads x 128 dimensions, from o[I]) += p (64 x 16 keys) times v (16 keys x 128).
+template <bool HALF, int I>
+__device__ __forceinline__ void output_product(float (&o)[128], uint64_t p, uint64_t v) {
+  if constexpr (HALF)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
+                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
+}
+
+// The barrier's phase is complete when so many bytes of copies are there, besides all that arrive.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Operands are blocks of 64 rows by 64 dimensions (or keys), 8 KB: rows of 128 bytes, swizzled.
+constexpr int kBlockBytes = 64 * 128;
+constexpr int kTileBytes = kDim / 64 * kBlockBytes;
+
+// A row of E4M3, by one instruction; its bytes are counted by the barrier.
+template <bool FIRST>
+__device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {
+  if constexpr (FIRST)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to), "l"(from), "n"(kDim), "r"(barrier), "l"(evict_first()) : "memory");
+  else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "n"(kDim), "r"(barrier) : "memory");
+}
+
+template <bool FP8>
+struct Layout {
+  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
+  static constexpr int kSecondQ = 2 * kTileBytes;                     // second half of the dimensions
+  static constexpr int kRaw = kSecondQ + kTileBytes / 2;              // [kTile] rows, if E4M3
+  static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);    // [2][kTerms]
+  static constexpr int kStage = kWeights + 2 * kTerms * kBlockBytes;  // [8 warps][16 heads][64 dimensions]
+  static constexpr int kMaximum = kStage + 8 * 16 * 128;              // [2 weights][kHeads]
+  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;           // [items, even and odd][kHeads]
+  static constexpr int kKind = kFactor + 2 * kHeads * 4;              // [4 entries]
+  static constexpr int kThere = kKind + 4 * 4;                        // [4 entries]: a bit for every row
+  static constexpr int kBarriers = kThere + 4 * 8;
+  static constexpr int kTotal = kBarriers + 16 * 8;
+  static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
+};
+
+// A call, and q and outputs as tensors of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose
+// layout in shared memory is that of an operand. Heads that do not exist come as zeros, and are not written.
+struct Call : Params {
+  CUtensorMap q_map, out_map;
+  bool is_mapped;  // else threads copy both: other rows, E4M3 q, or strides that such a tensor cannot have
+
+  explicit Call(const SparseMla& call) : Params(call, kHeads, 1), q_map{}, out_map{}, is_mapped(false) {
+    if (call.q_is_fp8 || !call.rows_are_fp8) return;
+    static const auto encode = [] {
+      void* function = nullptr;
+      cudaDriverEntryPointQueryResult found;
+      if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
+              cudaSuccess ||
+          found != cudaDriverEntryPointSuccess)
+        function = nullptr;
+      return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+    }();
+    const auto map = [&](CUtensorMap& to, const void* at, int64_t token_stride, int64_t head_stride) {
+      // Each dimension holds the one before, padded: others are not said to be possible.
+      if (head_stride < kDim || token_stride % head_stride || token_stride / head_stride < call.heads) return false;
+      const cuuint64_t sizes[] = {kDim, static_cast<cuuint64_t>(call.heads), static_cast<cuuint64_t>(call.tokens)};
+      const cuuint64_t strides[] = {static_cast<cuuint64_t>(head_stride) * 2,
+                                    static_cast<cuuint64_t>(token_stride) * 2};
+      const cuuint32_t box[] = {64, 16, 1}, steps[] = {1, 1, 1};
+      return encode(&to, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    };
+    is_mapped = encode && map(q_map, call.q, call.q_token_stride, call.q_head_stride) &&
+                map(out_map, call.out, call.out_token_stride, call.out_head_stride);
+  }
+};
+
+// 64 dimensions of 16 heads from `head` on; their bytes are counted by the barrier.
+template <bool FIRST>
+__device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int dim, int head, int token,
+                                       uint32_t barrier) {
+  if constexpr (FIRST)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier),
+        "l"(evict_first()) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+        "[%5];" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier) : "memory");
+}
+
+// Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were
+// they the same in all lanes, the compiler would wait for them at once.
+struct LaneLengths {
+  int mine;
+
+  __device__ __forceinline__ LaneLengths(const Params& p, int i, int lane)
+      : mine((lane & 1 ? p.topk_lens : p.visible)[min(i, p.items - 1) >> p.head_blocks - 1]) {}
+};
+
+// 64 heads of a token. There are 128 heads at most, so head_blocks is 1 or 2, and nothing need be divided.
+struct Item {
+  int64_t token;
+  int head0, window, keys, tiles;
+
+  __device__ __forceinline__ Item(const Params& p, int i, const LaneLengths& lengths) {
+    token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
+    const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
+    window = max(0, min(visible, kWindow));
+    keys = window + (visible > 0 ? max(kWindow, min(topk, p.width)) - kWindow : 0);
+    tiles = (keys + kTile - 1) / kTile;
+  }
+};
+
+// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
+// One after another, since with all products first registers are spilled.
+__device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm volatile(
+      "{.reg .b32 l, h; mul.rn.bf16x2 h, %1, %2; shl.b32 l, h, 16; and.b32 h, h, 0xFFFF0000;\n"
+      "cvt.rn.f16x2.f32 %0, h, l;}" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
+
+// An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
+enum Kind { kEnd, kQ, kKeys };
+
+// What lies in shared memory.
+template <bool FP8>
+struct Storage : Thread {
+  using L = Layout<FP8>;
+  const Call& call;
+
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile
+  // Of a quarter of a slot (BF16) or of the rows on their way (E4M3), 16 keys each.
+  __device__ __forceinline__ uint32_t empty(int slot, int quarter) const { return barrier(2 + slot * 4 + quarter); }
+  __device__ __forceinline__ uint32_t raw_full(int quarter) const { return barrier(2 + quarter); }
+  __device__ __forceinline__ uint32_t raw_empty(int quarter) const { return barrier(6 + quarter); }
+  __device__ __forceinline__ uint32_t q_full() const { return barrier(10); }
+  __device__ __forceinline__ uint32_t q_read() const { return barrier(11); }
+  // Of the weights of a tile: there, and used.
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(12 + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(14 + buffer); }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kFetched = 128 + 4;
+    for (int i = 0; i < 2; ++i) barrier_init(full(i), FP8 ? 256 : kFetched);
+    for (int i = 0; i < 4; ++i)
+      if (FP8)
+        barrier_init(raw_full(i), 32), barrier_init(raw_empty(i), 256);
+      else
+        barrier_init(empty(0, i), 256), barrier_init(empty(1, i), 256);
+    barrier_init(q_full(), kFetched), barrier_init(q_read(), 128);
+    for (int i = 0; i < 2; ++i) barrier_init(ready(i), 128), barrier_init(used(i), 256);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+}  // namespace m64
+}  // namespace mla

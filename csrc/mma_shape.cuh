@@ -1,0 +1,81 @@
+// What a block of sparse_mla_mma.cu works with: sizes, and shared memory.
+#pragma once
+
+#include "rows.cuh"
+#include "scheduler.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace mla {
+namespace mma {
+
+constexpr int kHeads = 16;  // of an item: the M of mma.sync
+constexpr int kMaxSplits = 8;
+constexpr int kConsumerThreads = 256, kProducerThreads = 128, kThreads = kConsumerThreads + kProducerThreads;
+
+template <RowFormat FORMAT, int WARPS>
+struct Shape : RowLayout<FORMAT> {
+  using R = RowLayout<FORMAT>;
+  static constexpr int kConsumerGroups = kConsumerThreads / 32 / WARPS;
+  static constexpr int kGroupThreads = WARPS * 32;
+  static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
+  static constexpr int kKeys = WARPS * (R::kNarrow ? 16 : 8);                     // of a stage
+  static constexpr int kStages = R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;   // as many as fit
+  // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
+  static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
+  static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
+  static constexpr int kHeldSteps = WARPS == 4 ? 16 : 32;     // whose q is in registers; the rest is in shared memory
+  static constexpr int kQSlots = WARPS + (kPieces > 8 ? 1 : 0);
+  // In P V a warp has 64 or 128 dimensions of all keys, in runs that have one scale.
+  static constexpr int kDimsWarp = kDim / WARPS;
+  static constexpr int kRun = WARPS == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
+  static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
+  static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
+  // Of the 168 that 384 threads begin with.
+  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && WARPS == 4 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
+  static_assert(kProducerThreads * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= kThreads * 168,
+                "or else the warps that take registers wait for ever");
+  static_assert(kKeys / kProducerWarps <= 32, "a lane looks up one row");
+
+  // A row is cut into chunks of 16 bytes, and chunk c of row r lies at c ^ swizzle(r). Eight lanes that read one phase
+  // of either product (two rows by four chunks for Q K^T, four rows by two chunks for P V) then hit all banks.
+  static __device__ __forceinline__ int swizzle(int row) { return (((row >> 1) & 3) << 1) ^ ((row & 1) << 2); }
+  // Where chunk `c` of 128 bytes, of line `line`, of row `row8` + `row` is in a stage. `row8` is a multiple of 8, apart
+  // because swizzles repeat, and addresses of rows 8 apart then differ by constants.
+  static __device__ __forceinline__ int chunk_at(int row8, int row, int line, int c) {
+    return (row8 + row) * R::kPitch + line * 128 + (c ^ swizzle(row)) * 16;
+  }
+  // Column 2t + i of block 8 * eight of a warp's dimensions; the seven blocks after it hold the next ones.
+  static __device__ __forceinline__ int first_dim(int warp, int t, int i, int eight) {
+    return warp * kDimsWarp + (2 * t + i) * (kRun / 8) + eight * (kRun == 128 ? 8 : 64);
+  }
+};
+
+// Weights of a stage's keys, as A fragments of 16 keys.
+template <typename S>
+struct Weights {
+  uint4 term[S::kTerms][S::kKeys / 16][32];
+  __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
+  RowPower power[S::kIsScaled ? S::kKeys : 1];
+};
+
+template <typename S>
+struct alignas(128) SharedStorage {
+  uint8_t rows[S::kStages][S::kKeys * S::kPitch];
+  uint4 q[S::kQSlots * 4][32];  // on its way into fragments, and those that stay here
+  Weights<S> weights[2];
+  uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];
+  float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
+  float row_max[kHeads][S::kGroupThreads / 32];
+  float row_largest[kHeads][S::kGroupThreads / 32];
+  float row_stat[3][kHeads];  // maximum, sum, largest score
+  uint32_t largest_q[kHeads][S::kPieces];
+  float q_scale[kHeads];
+  float sinks[kHeads], bmm2;
+  alignas(8) uint64_t full[S::kStages];
+  uint64_t empty[S::kStages];
+  float stats[S::kConsumerGroups == 1 ? kMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
+};
+
+}  // namespace mma
+}  // namespace mla

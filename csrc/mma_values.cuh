@@ -1,0 +1,165 @@
+// Outputs of sparse_mla_mma.cu: weights of keys, and their products with values.
+#pragma once
+
+#include "mma_scores.cuh"
+
+namespace mla {
+namespace mma {
+
+// The same warp, and what it does with weights and values.
+template <RowFormat FORMAT, int WARPS>
+struct Values : Scores<FORMAT, WARPS> {
+  using Base = Scores<FORMAT, WARPS>;
+  using Base::shared, Base::warp, Base::lane, Base::g, Base::t, Base::sync, Base::Base;
+  using S = typename Base::S;
+  static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks;
+  static constexpr int kDimBlocks = S::kDimsWarp / 8;  // of outputs
+
+  float acc[kDimBlocks][4];
+  // Of rows g and g + 8: what weights are relative to, the sum of weights of keys that this thread scored, and their
+  // largest score.
+  float maximum[2], sum[2], largest[2];
+
+  // Weights of this warp's keys, relative to the maximum; their sums.
+  __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], Weights<S>& weights,
+                                                float (&sum_tile)[2]) const {
+    // The scores of two blocks of 8 keys lie in registers as the weights' A fragment of 16 keys needs them.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum_tile[h] = 0.f;
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; ++n) {
+      const int block = warp * kKeyBlocks + n;
+      const auto put = [&](uint4 (&to)[32], const uint32_t (&x)[2]) {
+        reinterpret_cast<uint2*>(&to[lane])[block % 2] = make_uint2(x[0], x[1]);
+      };
+      uint32_t high[2], low[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
+        float x = exp2_fast(s[n][2 * h] - shift), y = exp2_fast(s[n][2 * h + 1] - shift);
+        if constexpr (S::kNarrow)
+          high[h] = pack_half(x, y);
+        else
+          high[h] = pack_bf16(x, y), low[h] = rest_bf16(x, y, high[h]);
+        if constexpr (S::kIsScaled) {
+          const int key = warp * kKeysWarp + n * 8 + 2 * t;
+          x *= weights.power[key].inverse, y *= weights.power[key + 1].inverse;
+        }
+        sum_tile[h] += x + y;
+      }
+      put(weights.term[0][block / 2], high);
+      if constexpr (S::kTerms == 2) put(weights.term[1][block / 2], low);
+    }
+  }
+
+  // By all warps of the group, which first tell each other their maxima.
+  __device__ __forceinline__ void raise_maximum(const float (&s)[kKeyBlocks][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; ++n) most = fmaxf(most, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      if (t == 0) shared.row_max[g + h * 8][warp] = most;
+    }
+    sync();
+    float correction[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float now = maximum[h];
+#pragma unroll
+      for (int i = 0; i < WARPS / 4; ++i) {
+        const float4 v = reinterpret_cast<const float4*>(shared.row_max[g + h * 8])[i];
+        now = fmaxf(now, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
+      }
+      correction[h] = now == -INFINITY ? 1.f : exp2_fast(maximum[h] - now);
+      maximum[h] = now;
+      sum[h] *= correction[h];
+    }
+#pragma unroll
+    for (int j = 0; j < kDimBlocks; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[j][i] *= correction[i / 2];
+  }
+
+  // Weights times rows: this warp's dimensions, all keys.
+  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights) {
+    constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
+#pragma unroll
+    for (int k = 0; k < S::kKeys / 16; ++k)
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const int dim0 = warp * S::kDimsWarp + run * S::kRun;
+        if (!S::kHasWideValues || (S::kNarrow > 0 && dim0 < S::kNarrow)) {
+          if constexpr (S::kNarrow > 0) {
+            uint32_t b[kRunBlocks][2], a[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, k * 16 + half * 8, dim0);
+            unpack(a, weights.term[0][k][lane]);
+            if constexpr (S::kIsScaled) {
+              const __half* const ratio = weights.ratio[dim0 / S::kGroup] + k * 16 + 2 * t;
+              const uint32_t by[2] = {*reinterpret_cast<const uint32_t*>(ratio),
+                                      *reinterpret_cast<const uint32_t*>(ratio + 8)};
+#pragma unroll
+              for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], by[i / 2]);
+            }
+#pragma unroll
+            for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
+          }
+        } else if constexpr (S::kHasWideValues) {
+          uint32_t b[8][2];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
+#pragma unroll
+          for (int term = 0; term < S::kTerms; ++term) {
+            uint32_t a[4];
+            unpack(a, weights.term[term][k][lane]);
+            if constexpr (S::kHasBoth) to_wide_weights(a, weights, k);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) multiply<false>(acc[run * 8 + j], a, b[j][0], b[j][1]);
+          }
+        }
+      }
+  }
+  // Of two keys, row8 + 2t and the next, the dimensions of a run that are columns g; a register takes one of both keys.
+  __device__ __forceinline__ void narrow_values(uint32_t (&b)[S::kRun / 8][2], int half, int stage, int row8,
+                                                unsigned dim0) const {
+    constexpr int kWords = S::kRun / 32;
+    const uint8_t* const rows = shared.rows[stage];
+    const unsigned at = dim0 + g * (S::kRun / 8), chunk = at / 16 % 8, within = at % 16;
+    uint32_t x[kWords], y[kWords];
+    read_words(x, rows + S::chunk_at(row8, 2 * t, at / 128, chunk) + within);
+    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, at / 128, chunk) + within);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t low = __byte_perm(x[w], y[w], 0x5140), high = __byte_perm(x[w], y[w], 0x7362);
+      b[w * 4][half] = e4m3_low(low), b[w * 4 + 1][half] = e4m3_high(low);
+      b[w * 4 + 2][half] = e4m3_low(high), b[w * 4 + 3][half] = e4m3_high(high);
+    }
+  }
+  // Weights of 16 keys for wide values beside narrow ones: BF16, and not those of rows' powers. One term is enough
+  // where it meets an eighth of the dimensions.
+  __device__ __forceinline__ void to_wide_weights(uint32_t (&a)[4], const Weights<S>& weights, int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const RowPower* const power = weights.power + k * 16 + i / 2 * 8 + 2 * t;
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(a[i]));
+      a[i] = pack_bf16(x.x * power[0].inverse, x.y * power[1].inverse);
+    }
+  }
+  __device__ __forceinline__ void wide_values(uint32_t (&b)[8][2], int half, int stage, int row8, unsigned dim0) const {
+    const uint8_t* const rows = shared.rows[stage];
+    uint32_t x[4], y[4];
+    read_words(x, rows + S::chunk_at(row8, 2 * t, S::kWideLine + dim0 / 64, g));
+    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, S::kWideLine + dim0 / 64, g));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      b[2 * w][half] = __byte_perm(x[w], y[w], 0x5410);
+      b[2 * w + 1][half] = __byte_perm(x[w], y[w], 0x7632);
+    }
+  }
+};
+
+}  // namespace mma
+}  // namespace mla

@@ -1,0 +1,294 @@
+// Scores and weights of sparse_mla_wgmma.cu, which one warpgroup computes.
+#pragma once
+
+#include "wgmma_block.cuh"
+
+namespace mla {
+namespace wgmma {
+
+template <bool FP8, int N>
+struct Scores : Storage<FP8, N> {
+  using Base = Storage<FP8, N>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
+  using Base::used, Base::q_full, Base::q_empty;
+  using L = Layout<FP8, N>;
+
+  // Scores of 64 keys, S^T = K Q^T.
+  __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t tile, int q_buffer) const {
+    uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
+    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
+    const uint64_t q = descriptor(q_at);
+    if constexpr (!FP8) {
+      // A quarter of the dimensions is multiplied as soon as it is there.
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const uint32_t count = 4 * tile + quarter;
+        const uint64_t rows = descriptor(base + L::kRing + count % L::kSlots * L::kSlotBytes, L::kGroupBytes);
+        barrier_wait(full(count % L::kSlots), count / L::kSlots & 1);
+        fence_async();  // the rows came by copies that wgmma does not see by itself
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint64_t a = rows + ((i / 4 * 1024 + i % 4 * 32) >> 4);
+          const uint64_t b = q + (((quarter * 2 + i / 4) * N * 128 + i % 4 * 32) >> 4);
+          if (quarter == 0 && i == 0)
+            product<false>(s, a, b);
+          else
+            product<true>(s, a, b);
+        }
+        products_commit();
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
+      // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
+      const uint32_t rows = base + L::kRing + (2 * tile + (warp % 4 >> 1)) % L::kSlots * L::kSlotBytes +
+                            ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+      // Rows are read while products of the batch before go on, and widened once those of the batch whose registers
+      // they take are done.
+      constexpr int kSteps = 8, kBuffers = 2;  // of 16 dimensions, in a batch; batches
+      uint32_t a[kBuffers][kSteps][4], raw[kSteps / 2][4];
+      const auto read = [&](int batch) {
+#pragma unroll
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const int chunk = (batch * kSteps / 2 + i) * 2;
+          ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
+        }
+      };
+      const auto widen = [&](uint32_t (&to)[kSteps][4]) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
+          to[i][0] = e4m3_low(x), to[i][1] = e4m3_low(y), to[i][2] = e4m3_high(x), to[i][3] = e4m3_high(y);
+        }
+      };
+      read(0);
+      widen(a[0]);
+#pragma unroll
+      for (int batch = 0; batch < 32 / kSteps; ++batch) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = batch * kSteps + i;
+          const uint64_t b = q + ((step / 4 * N * 128 + step % 4 * 32) >> 4);
+          if (step == 0)
+            product<false>(s, a[batch % kBuffers][i], b);
+          else
+            product<true>(s, a[batch % kBuffers][i], b);
+        }
+        products_commit();
+        if (batch < 32 / kSteps - 1) {
+          read(batch + 1);
+          products_wait<kBuffers - 1>();
+          hold(raw);
+          widen(a[(batch + 1) % kBuffers]);
+        }
+      }
+    }
+    products_wait<0>();
+  }
+
+  // ---------------------------------------------------------------- weights of 64 keys, into shared memory
+  __device__ __forceinline__ void weights(float (&s)[N / 2], float (&sum)[N / 4], uint32_t tile, bool& started, int odd,
+                                          bool is_last) const {
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
+    const int there_at = FP8 ? 2 * tile % L::kSlots * 4 : tile % 4 * 8;
+    const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + there_at);
+    // Of a tile's rows 0 and 8, one.
+    const bool any = there.x | there.y, reference = there.x & 0x0101;
+    const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
+    float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
+    const auto lower = [&](const float2* by) {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+        s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
+    };
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
+      s[n * 4] = fmaf(s[n * 4], x.x, -m.x), s[n * 4 + 1] = fmaf(s[n * 4 + 1], x.y, -m.y);
+      s[n * 4 + 2] = fmaf(s[n * 4 + 2], x.x, -m.x), s[n * 4 + 3] = fmaf(s[n * 4 + 3], x.y, -m.y);
+    }
+    const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
+    if (mine != 0xFFFF) {
+      const bool low = mine >> g & 1, high = mine >> (8 + g) & 1;
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        if (!(i & 2 ? high : low)) s[i] = -INFINITY;
+    }
+    if (!started && reference) {
+      // What the first two scores suggest; a real maximum is searched for when a score is far above it.
+      if (group_warp == 0 && g == 0)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+          maximum[n * 4] =
+              make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
+      sync_threads(1, 128);
+      lower(maximum);
+    }
+    float excess = started || reference ? -INFINITY : INFINITY;
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
+    const bool raised = any && sync_any(1, 128, excess > kSlack);
+    barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+    if (threadIdx.x % 128 == 0) states()[buffer] = raised && started;
+    if (raised) {
+      float* const reduce = floats(L::kReduce);
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float largest = fmaxf(s[n * 4 + e], s[n * 4 + 2 + e]);
+#pragma unroll
+          for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+          if (g == 0) reduce[group_warp * N + n * 8 + t * 2 + e] = largest;
+        }
+      sync_threads(1, 128);
+      const int head = threadIdx.x % 128;
+      if (head < N) {
+        const float largest =
+            fmaxf(fmaxf(reduce[head], reduce[N + head]), fmaxf(reduce[2 * N + head], reduce[3 * N + head]));
+        float* const to = floats(L::kMaximum) + head;
+        const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
+        *to = now;
+        reduce[head] = now - old;
+        floats(L::kCorrection)[buffer * N + head] = exp2_fast(old - now);
+      }
+      sync_threads(1, 128);
+      lower(reinterpret_cast<const float2*>(reduce) + t);
+      if (started)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n) {
+          const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
+          sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
+        }
+    }
+    started |= any;
+
+    const uint32_t to = base + L::kWeights + buffer * L::kTerms * L::kTermBytes;
+    const int row = (lane >> 4) * 8 + (lane & 7), chunk = group_warp * 2 + (lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < N / 8; n += 2) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = exp2_fast(s[n * 4 + 2 * i]), y = exp2_fast(s[n * 4 + 2 * i + 1]);
+        sum[n * 2 + i / 2 * 2] += x, sum[n * 2 + i / 2 * 2 + 1] += y;
+        if constexpr (FP8) {
+          high[i] = pack_half(x, y);
+        } else {
+          high[i] = pack_bf16(x, y), low[i] = rest_bf16(x, y, high[i]);
+        }
+      }
+      const uint32_t at = to + swizzled(n * 8 + row, chunk);
+      stmatrix_transposed(at, high[0], high[1], high[2], high[3]);
+      if constexpr (L::kTerms == 2) stmatrix_transposed(at + L::kTermBytes, low[0], low[1], low[2], low[3]);
+    }
+    if (is_last) finish(sum, buffer, started, odd);
+    fence_async();
+    barrier_arrive(ready(buffer));
+  }
+
+  // With the last weights of an item goes what its outputs are to be multiplied by.
+  __device__ __forceinline__ void finish(float (&sum)[N / 4], int buffer, bool started, int odd) const {
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) {
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+    }
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
+    float* const sums = floats(L::kReduce);
+    sync_threads(1, 128);  // nobody reads what else was here any more
+    if (g == 0)
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) sums[group_warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
+    const int head = threadIdx.x % 128;
+    // Before the barrier: after it, other lanes write the next item's.
+    const float largest = head < N && started ? floats(L::kMaximum)[head] : kNoMaximum;
+    sync_threads(1, 128);
+    if (head < N) {
+      float total = sums[head] + sums[N + head] + sums[2 * N + head] + sums[3 * N + head];
+      float* const factors = floats(L::kFactor);
+      if (p.splits > 1) {
+        factors[head] = largest, factors[N + head] = total;
+      } else {
+        const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+        const float sink = floats(L::kSink)[odd * N + head];
+        const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
+        total = total * mine + exp2_fast(sink - shift);
+        factors[buffer * N + head] = total > 0.f ? bmm2 * mine / total : 0.f;
+      }
+    }
+  }
+
+  // q as it is, BF16, on its way: `heads` heads (or N) from `q` on.
+  __device__ __forceinline__ void copy_q(const __nv_bfloat16* q, int heads) const {
+    int row0 = warp % 4, lane = this->lane;
+    asm volatile("" : "+r"(row0), "+r"(lane));  // or else ptxas keeps addresses in registers, tile after tile
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const int row = i * 4 + row0;
+      const __nv_bfloat16* const from = q + (row < heads ? row : 0) * p.q_head_stride + lane * 8;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        copy16<true>(base + L::kQ + (c * 4 + lane / 8) * N * 128 + swizzled(row, lane % 8), from + c * 256,
+                     row < heads ? 16 : 0);
+    }
+  }
+
+  __device__ __forceinline__ void weigh() const {
+    uint32_t tile = 0, served = 0;
+    Lengths lengths(p, blockIdx.x);
+    // BF16 q is fetched here, and the sink of the head that is this thread's.
+    const int my_head = threadIdx.x % 128;
+    const __nv_bfloat16* q = nullptr;
+    int heads = 0;
+    float sink = 0.f;
+    bool q_comes = false;
+    const auto look_ahead = [&](const Item& item) {
+      q = static_cast<const __nv_bfloat16*>(p.q) + item.token * p.q_token_stride + item.head0 * p.q_head_stride;
+      heads = p.heads - item.head0;
+      sink = my_head < N && my_head < heads && p.sinks ? p.sinks[item.head0 + my_head] : -INFINITY;
+    };
+    const float scale = FP8 ? 0.f : (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const Item item(p, i, N, lengths);
+      if (!FP8 && item.tiles > 0) {
+        // The last item's q is read by nobody any more: finish() has barriers.
+        if (!q_comes) look_ahead(item), copy_q(q, heads);
+        const int at = served % 2 * N + my_head;
+        if (my_head < N) floats(L::kScale)[at] = scale, floats(L::kSink)[at] = sink * kLog2e;
+        copies_wait();
+        fence_async();
+        sync_threads(1, 128);
+      }
+      lengths = Lengths(p, i + gridDim.x);
+      if (item.tiles == 0) {
+        const int head = threadIdx.x % 128;
+        if (p.splits > 1 && head < N) floats(L::kFactor)[head] = kNoMaximum, floats(L::kFactor)[N + head] = 0.f;
+        continue;
+      }
+      const int buffer = served % L::kQBuffers;
+      float sum[N / 4] = {};
+      bool started = false;  // there is a maximum
+      if (FP8) barrier_wait(q_full(buffer), served / L::kQBuffers & 1);
+      for (int left = item.tiles; left > 0; --left, ++tile) {
+        float s[N / 2];
+        if (!FP8 && left == 1) look_ahead(Item(p, i + gridDim.x, N, lengths));  // while the last rows are waited for
+        scores(s, tile, buffer);
+        if (!FP8 && left == 1) {
+          // The next item's q comes while the last weights are computed. It has keys if one is visible.
+          q_comes = i + gridDim.x < p.items && lengths.visible > 0;
+          sync_threads(1, 128);  // all have read this item's
+          if (q_comes) copy_q(q, heads);
+        }
+        weights(s, sum, tile, started, served & 1, left == 1);
+        if (FP8 && left == 1) barrier_arrive(q_empty(buffer));  // its scales are read until here
+      }
+      ++served;
+    }
+  }
+};
+
+}  // namespace wgmma
+}  // namespace mla
