@@ -23,6 +23,7 @@ ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
 ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
 SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results that have no prompts
+RUNS = {"DropIn": "drop-in", "FP8": "FP8 cache", "BF16": "BF16 cache"}  # of serve.py
 # Of `vllm bench serve`: key, what the ratio is of, whether more is better.
 SERVING = [
     ("output_throughput", "output tokens a second", True),
@@ -98,7 +99,9 @@ def grouped(panel: Any, series: dict[str, dict[int, Bar]], size: float) -> None:
         values, least, most = zip(*of_one.values(), strict=True)
         spread = [[v - low for v, low in zip(values, least, strict=True)],
                   [high - v for v, high in zip(values, most, strict=True)]]  # fmt: skip
-        drawn = panel.bar(at, values, width * 0.94, label=label, yerr=spread, error_kw={"elinewidth": 0.8})
+        colour = f"C{[*RUNS].index(label)}" if label in RUNS else None  # the same in every row
+        drawn = panel.bar(at, values, width * 0.94, label=RUNS.get(label, label), color=colour, yerr=spread,
+                          error_kw={"elinewidth": 0.8})  # fmt: skip
         panel.bar_label(drawn, fmt="%.2f", fontsize=size, padding=2, rotation=90 if len(series) > 2 else 0)
     panel.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     panel.set_xticks(range(len(places)), [str(place) for place in places])
@@ -136,7 +139,9 @@ def draw(results: Path, docs: Path) -> list[Path]:
             panel.set_title(f"{title}\n({machine})", fontsize=8)
             panel.set_xlabel("requests at once")
     figure.suptitle("Serving V4-Flash's shape over FlashMLA (higher is better; dashed: FlashMLA)")
-    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend = {label: bars for panels in rows
+              for bars, label in zip(*panels[0].get_legend_handles_labels(), strict=True)}  # fmt: skip
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
     figure.savefig(docs / "serving.svg", metadata={"Date": None})
     return [docs / "attention_speedup.svg", docs / "serving.svg"]
 

@@ -68,7 +68,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         enforce_eager=True,
         gpu_memory_utilization=UTILIZATION,
         seed=0,
-        **({} if job["run"] == "stock" else full_width),
+        **({"kv_cache_dtype": "fp8"} if job["run"] == "stock" else full_width),
     )
 
 

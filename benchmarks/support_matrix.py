@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import tomlkit
 from dsv4_overlay_tools.errors import Refusal
@@ -15,41 +16,46 @@ from packaging.version import Version
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
 # The results that are about a release, and what each of their parts is called.
-RESULTS = {"accuracy_e2e_*.json": "bars", "features_*.json": "steps"}
+RESULTS = {"accuracy_e2e_*.json": "bars", "features_*.json": "steps", "quantised_e2e_*.json": "bars"}
+# The series that a backend of features_e2e.py runs; none for FlashMLA alone.
+BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width"}
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H200": "hopper"}
 DETAILS = "docs/releases.md"
 
 
 def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]]]:
-    """(release, series, GPU) -> link from docs/, checks passed, checks run, of each result that names its overlay.
-
-    A result is about the series it names, or the only one that was applied; before there were several, that was
-    full-width.
-    """
+    """(release, series, GPU) -> link from docs/, checks passed and run, of each result that names its overlay."""
     found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     results = root / "benchmarks" / "results"
     for path, what in ((path, what) for name, what in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
-        if what == "bars":
-            passed = [bar["passed"] for bar in result["bars"]]
-        else:
-            passed = [step["ok"] for steps in result["steps"].values() for step in steps.values()]
-        machine = result["machine"]
-        overlay = machine.get("overlay")
-        ran = [p for p in passed if p is not None]
-        words = f"{sum(ran)} of {len(ran)} {what}"
-        if len(ran) < len(passed):
-            words += f", {len(passed) - len(ran)} not run"
+        overlay = result["machine"].get("overlay")
         for model, gpu in MODELS.items():
-            if overlay and any(model in name for name in machine["gpus"]):
-                applied = overlay["series"] if isinstance(overlay.get("series"), dict) else {"full-width": ""}
-                if not (series := result.get("series")) and len(applied) > 1:
-                    what = f"{path} has {' and '.join(applied)} applied and no field `series` for the one it ran."
-                    raise Refusal("bad-result", what)
+            if not overlay or not any(model in name for name in result["machine"]["gpus"]):
+                continue
+            for series, passed in checks(path.name, result[what]).items():
+                ran = [p for p in passed if p is not None]
+                words = f"{sum(ran)} of {len(ran)} {what}"
+                if len(ran) < len(passed):
+                    words += f", {len(passed) - len(ran)} not run"
                 link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
-                key = overlay["release"], series or next(iter(applied)), gpu
-                found.setdefault(key, []).append((link, sum(ran), len(ran)))
+                found.setdefault((overlay["release"], series, gpu), []).append((link, sum(ran), len(ran)))
+    return found
+
+
+def checks(name: str, parts: Any) -> dict[str, list[bool | None]]:
+    """Series -> whether each check of it passed, None for one that was not run; `parts` are a list of bars, or the
+    steps of each backend."""
+    found: dict[str, list[bool | None]] = {}
+    if isinstance(parts, dict):
+        for backend, steps in parts.items():
+            if backend in BACKENDS:
+                found.setdefault(BACKENDS[backend], []).extend(step["ok"] for step in steps.values())
+        return found
+    for bar in parts:
+        series = "drop-in" if "drop_in" in bar["bar"] else "full-width"
+        found.setdefault("quantised-linears" if name.startswith("quantised") else series, []).append(bar["passed"])
     return found
 
 

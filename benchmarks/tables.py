@@ -41,7 +41,7 @@ SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
-DROP_IN = {"dropin": "FlashMLA's cache, our kernels"}
+DROP_IN = {"dropin": "FlashMLA's cache, drop-in"}
 
 
 @cache
@@ -83,8 +83,8 @@ def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, floa
     return found
 
 
-def ratios(store: str, what: str) -> list[float]:
-    return [runs[store][what] / runs["flashmla"][what] for runs in served().values()]
+def ratios(store: str, what: str, names: Iterable[str] = SERVING) -> list[float]:
+    return [runs[store][what] / runs["flashmla"][what] for runs in served(names).values()]
 
 
 def drop_in() -> list[float]:
@@ -141,11 +141,15 @@ def choosing() -> str:
         rows[f"Attention, {phase}"] = ["1", span(drop_in()) if phase == "decode" else "not measured", *own]
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
+    own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
+    title = f"Served tokens a second, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
+    rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
     rows["Tokens in 1 GiB of cache"] = [tokens[0], *tokens]
-    kls = [tiny(kl("accuracy_e2e_h200", f"truth|{store}")) for store in BACKENDS]
-    rows["Mean KL, mini checkpoint (less is better)"] = [kls[0], "not measured", *kls[1:]]
+    runs = ("flashmla", "drop_in", "fp8", "bf16")
+    kls = [tiny(kl("accuracy_e2e_h200_current", f"truth|{run}")) for run in runs]
+    rows["Mean KL, mini checkpoint (less is better)"] = kls
     head = ["", "stock vLLM", "drop-in", "full-width, FP8", "full-width, BF16"]
     return markdown(head, ([title, *cells] for title, cells in rows.items()))
 
@@ -154,7 +158,9 @@ def accuracy() -> str:
     native, triton = "accuracy_e2e_h200", "accuracy_e2e_h200_triton"
     rows = []
     for title, name, pair in (
-        ("FlashMLA", native, "truth|flashmla"), ("BF16 cache, native kernels", native, "truth|bf16"),
+        ("FlashMLA", native, "truth|flashmla"),
+        ("FlashMLA's cache, drop-in", "accuracy_e2e_h200_current", "truth|drop_in"),
+        ("BF16 cache, native kernels", native, "truth|bf16"),
         ("BF16 cache, Triton kernels", triton, "truth|bf16"), ("FP8 cache, native kernels", native, "truth|fp8"),
         ("FP8 cache, Triton kernels", triton, "truth|fp8"),
         ("FP8 cache, calibrated scales", native, "truth|fp8_calibrated"),
@@ -221,15 +227,16 @@ def decode_step() -> str:
 def steps() -> str:
     """The largest mean KL of decode steps that each step of features_e2e.py measured."""
     found: dict[str, dict[str, float | None]] = {}
-    for result in (load("features_h200"), load("features_h200x4")):
+    for result in (load("features_h200"), load("features_h200x4"), load("features_drop_in_h200")):
         for store, steps_of_store in result["steps"].items():
             for step, ran in steps_of_store.items():
                 kls = [check["measured"] for name, check in ran["checks"].items() if "decode: mean KL" in name]
-                if step == "reference":
+                if step == "reference" and store != "stock":  # that one is compared with FlashMLA's
                     kls = [ran["measured"]["noise"]["decode"]["kl_mean"]]
                 found.setdefault(step, {}).setdefault(store, max(kls, default=None))
-    rows = [[f"`{step}`", *(tiny(by.get(s)) for s in BACKENDS)] for step, by in found.items() if any(by.values())]
-    return markdown(["step", *BACKENDS.values()], rows)
+    stores = {"flashmla": "FlashMLA", "stock": "FlashMLA's cache, drop-in"} | BACKENDS
+    rows = [[f"`{step}`", *(tiny(by.get(s)) for s in stores)] for step, by in found.items() if any(by.values())]
+    return markdown(["step", *stores.values()], rows)
 
 
 FIGURES = {figure.__name__: figure for figure in (

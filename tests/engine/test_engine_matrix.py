@@ -28,7 +28,8 @@ def repo(tmp_path):
 
 
 def add_result(repo, name, **changes):
-    result = {"machine": {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE}}, "bars": [{"passed": True}],
+    result = {"machine": {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE}},
+              "bars": [{"bar": "", "passed": True}],
               "steps": {"fp8": {"prefix": {"ok": True}}, "bf16": {"prefix": {"ok": False}}}}  # fmt: skip
     (repo / f"benchmarks/results/{name}.json").write_text(json.dumps(result | changes))
 
@@ -52,7 +53,7 @@ def test_stale_with_every_new_fact(repo, capsys):
         lambda: None,
         lambda: add_result(repo, "accuracy_e2e_a"),
         lambda: add_result(repo, "features_c"),
-        lambda: add_result(repo, "accuracy_e2e_b", bars=[{"passed": True}, {"passed": False}, {"passed": None}]),
+        lambda: add_result(repo, "accuracy_e2e_b", bars=[{"bar": "", "passed": p} for p in (True, False, None)]),
         lambda: (repo / f"{SERIES}/series").write_text("config.patch\n"),
     ):
         change()
@@ -67,20 +68,15 @@ def test_stale_with_every_new_fact(repo, capsys):
     assert f"| {RELEASE} | not run | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
 
 
-def test_a_result_is_about_one_series(repo, capsys):
-    """What several were applied for must say which one ran; before there were several, it was full-width."""
-    both = {"full-width": "1.0.0", "drop-in": "1.2.0"}
-    for series, row in (({"drop-in": "1.2.0"}, "1 of 1 checks passed | not run"), (both, None),
-                        ("1.0.0", "not run | 1 of 1 checks passed")):  # fmt: skip
-        machine = {"gpus": ["NVIDIA H200, 1"], "overlay": {"release": RELEASE, "series": series}}
-        add_result(repo, "accuracy_e2e_a", machine=machine)
-        if row is None:
-            assert main([], repo) == 1
-            assert "accuracy_e2e_a.json has full-width and drop-in applied and no fi" in capsys.readouterr().err
-            add_result(repo, "accuracy_e2e_a", machine=machine, series="drop-in")
-            row = "1 of 1 checks passed | not run"
-        assert main([], repo) == 0
-        assert f"| {RELEASE} | {row} | not run |" in (repo / PAGES[0]).read_text()
+def test_what_a_check_is_about(repo):
+    """What FlashMLA does by itself is about no series."""
+    bars = [{"bar": "KL(truth|drop_in)", "passed": True}, {"bar": "KL(truth|bf16)", "passed": False}]
+    add_result(repo, "accuracy_e2e_a", bars=bars)
+    steps = {backend: {"prefix": {"ok": True}} for backend in ("flashmla", "stock", "bf16")}
+    add_result(repo, "features_a", steps=steps)
+    assert main([], repo) == 0
+    row = "2 of 2 checks passed | 1 of 2 checks passed | not run |"
+    assert f"| {RELEASE} | {row}" in (repo / PAGES[0]).read_text()
 
 
 def test_results_that_are_no_evidence(repo):

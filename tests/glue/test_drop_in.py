@@ -81,8 +81,7 @@ def stock(monkeypatch):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """As in a new process."""
-    for name, value in (("_installed", False), ("_decided", False), ("_device", None), ("_narrow", False),
-                        ("_ON_BY_DEFAULT", True)):  # fmt: skip
+    for name, value in (("_installed", False), ("_decided", False), ("_device", None), ("_narrow", False)):
         monkeypatch.setattr(drop_in, name, value)
     monkeypatch.delenv(drop_in.VARIABLE, raising=False)
 
@@ -393,8 +392,8 @@ def test_a_layer_that_is_narrow_is_served_whatever_comes(rows, stock_heads, hopp
 
 
 REASONS = {
-    "variable": "the drop-in is off",
-    "config": "the drop-in is off",
+    "variable": "switched the drop-in off",
+    "config": "switched the drop-in off",
     "gpu": "compute capability 9.0",
     "library": "not built",
     "check": "failed its check of v32 rows with 8 heads: relative error 1",
@@ -466,8 +465,6 @@ def test_either_setting_switches_off(value, setting, on, monkeypatch):
         monkeypatch.setenv(drop_in.VARIABLE, value)
     options = {} if setting is None else {drop_in.SETTING: setting}
     assert drop_in.switched_on(options) is on
-    monkeypatch.setattr(drop_in, "_ON_BY_DEFAULT", False)
-    assert drop_in.switched_on(options) is (on and (value == "1" or setting is True))
 
 
 def test_options_of_others_are_theirs():

@@ -65,11 +65,7 @@ def told(trees, site, repo, tmp_path_factory):
     bare = shutil.copytree(site, folder / "bare")
     shutil.rmtree(bare / KERNELS / "lib")
     worker = plain | {"worker": True}
-    requests |= {
-        "not asked": worker,
-        "no GPU": worker | {"env": ASKED},
-        "no library": worker | {"site": str(bare), "env": ASKED},
-    }
+    requests |= {"no GPU": worker, "no library": worker | {"site": str(bare)}}
     why = {}
     for spoil in SPOILED:
         place = folder / spoil.__name__
@@ -113,7 +109,6 @@ DOES_NOT = f"/{KERNELS}/lib/libmla_kernels.so) does not: "
 
 
 @pytest.mark.parametrize("case, why", [
-    ("not asked", ": the drop-in is off; VLLM_DSV4_DROP_IN=1 switches it on."),
     ("no GPU", DOES_NOT + "it needs a CUDA GPU and "),
     ("no library", DOES_NOT + "it is not built"),
 ])  # fmt: skip

@@ -22,7 +22,6 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
-_ON_BY_DEFAULT = False  # until a model has run with it on a GPU
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
 _OPTIONS = (SETTING, "dsv4_scales")
 _PROVIDER = "sm90"
@@ -94,8 +93,8 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
 
 
 def switched_on(additional_config: object) -> bool:
-    """What VLLM_DSV4_DROP_IN (0 or 1) and `dsv4_drop_in` in --additional-config (true
-    or false) say: off if one of them is off, on if one is on.
+    """Whether neither VLLM_DSV4_DROP_IN (0 or 1) nor `dsv4_drop_in` in
+    --additional-config (true or false) switches the drop-in off.
 
     Raises:
         ValueError: one of them says something else, or --additional-config has an
@@ -120,9 +119,7 @@ def switched_on(additional_config: object) -> bool:
             f"{SETTING} in --additional-config is {setting!r}; it may be true, or "
             "false, which leaves sparse attention to FlashMLA."
         )
-    if value == "0" or setting is False:
-        return False
-    return value == "1" or setting is True or _ON_BY_DEFAULT
+    return value != "0" and setting is not False
 
 
 def _decide(additional_config: object) -> None:
@@ -135,8 +132,10 @@ def _decide(additional_config: object) -> None:
     _decided = True
     if not on:
         logger.info(
-            "FlashMLA has its sparse calls: the drop-in is off; %s=1 switches it on.",
+            "FlashMLA has its sparse calls: %s or %s in --additional-config "
+            "switched the drop-in off.",
             VARIABLE,
+            SETTING,
         )
         return
     from ..third_party.mla_kernels import checks, native, sm90

@@ -29,8 +29,8 @@ class SparseMLABackendMixin:
     workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
     back, to compare with.
 
-    No GPU has run it yet. So its series is applied on request only, and vLLM's list of
-    priorities does not have it.
+    It has hardly run on a GPU. So its series is applied on request only, and vLLM's
+    list of priorities does not have it.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
