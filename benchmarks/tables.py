@@ -105,8 +105,8 @@ def headline() -> str:
     return (
         f"**On H200, decode attention (which writes answers) is {times} times as fast as with FlashMLA over the\n"
         f"full-width cache in FP8, and {few} times with the drop-in's kernels for 8 or 16 heads on each GPU. A\n"
-        f"server on four H200 (full-width cache, FP8, {weights} weights) writes {more}% more tokens a second; with\n"
-        f"the drop-in, one GPU's share of such a server writes {share}% more.**\n"
+        f"server on four H200 (full-width cache, FP8, {weights} weights) writes {more}% more tokens a second;\n"
+        f"with the drop-in, one GPU's share of such a server writes {share}% more.**\n"
     )
 
 
@@ -144,7 +144,7 @@ def choosing() -> str:
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
     own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
-    title = f"Served tokens a second, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
+    title = f"The same, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
