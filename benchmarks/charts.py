@@ -23,7 +23,7 @@ ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
 ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
 SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results that have no prompts
-RUNS = {"DropIn": "drop-in", "FP8": "FP8 cache", "BF16": "BF16 cache"}  # of serve.py
+RUNS = {"DropIn": "drop-in", "FP8": CACHES["fp8"], "BF16": CACHES["bf16"]}  # of serve.py
 # Of `vllm bench serve`: key, what the ratio is of, whether more is better.
 SERVING = [
     ("output_throughput", "output tokens a second", True),
@@ -90,8 +90,12 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
     return bars
 
 
-def grouped(panel: Any, series: dict[str, dict[int, Bar]], size: float) -> None:
-    """Bars side by side, with their values; a line where FlashMLA is."""
+def grouped(panel: Any, series: dict[str, dict[int, Bar]], labels: list[str], size: float) -> dict[str, Any]:
+    """Bars side by side, with their values, and a line where FlashMLA is; returns the bars of each label.
+
+    `labels` are those of all panels, so that a series has one colour in each.
+    """
+    drawn = {}
     places = sorted({place for of_one in series.values() for place in of_one})
     width = 0.84 / len(series)
     for number, (label, of_one) in enumerate(series.items()):
@@ -99,14 +103,15 @@ def grouped(panel: Any, series: dict[str, dict[int, Bar]], size: float) -> None:
         values, least, most = zip(*of_one.values(), strict=True)
         spread = [[v - low for v, low in zip(values, least, strict=True)],
                   [high - v for v, high in zip(values, most, strict=True)]]  # fmt: skip
-        colour = f"C{[*RUNS].index(label)}" if label in RUNS else None  # the same in every row
-        drawn = panel.bar(at, values, width * 0.94, label=RUNS.get(label, label), color=colour, yerr=spread,
-                          error_kw={"elinewidth": 0.8})  # fmt: skip
-        panel.bar_label(drawn, fmt="%.2f", fontsize=size, padding=2, rotation=90 if len(series) > 2 else 0)
+        colour = f"C{labels.index(label)}"
+        drawn[label] = panel.bar(at, values, width * 0.94, label=label, color=colour, yerr=spread,
+                                 error_kw={"elinewidth": 0.8})  # fmt: skip
+        panel.bar_label(drawn[label], fmt="%.2f", fontsize=size, padding=2, rotation=90 if len(series) > 2 else 0)
     panel.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     panel.set_xticks(range(len(places)), [str(place) for place in places])
     panel.margins(y=0.16)  # for the values; of the highest panel, where they share an axis
     panel.spines[["top", "right"]].set_visible(False)
+    return drawn
 
 
 def draw(results: Path, docs: Path) -> list[Path]:
@@ -123,25 +128,25 @@ def draw(results: Path, docs: Path) -> list[Path]:
 
     figure, panels = pyplot.subplots(2, 1, figsize=(9, 6.4), layout="constrained", sharey=True)
     for panel, (cache, series) in zip(panels, attention_bars(attention).items(), strict=True):
-        grouped(panel, series, 7)
+        drawn = grouped(panel, series, list(series), 7)
         panel.set(title=CACHES[cache], ylabel="times as fast as FlashMLA", xlabel="attention heads a GPU")
     figure.suptitle(f"Sparse MLA attention over FlashMLA on one {gpu} (higher is better; dashed: FlashMLA)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=5, fontsize=7)
     figure.savefig(docs / "attention_speedup.svg", metadata={"Date": None})
 
     figure, rows = pyplot.subplots(
         len(serving), len(SERVING), figsize=(11, 2.9 * len(serving) + 0.6), layout="constrained", squeeze=False,
         sharey=True,
     )  # fmt: skip
+    runs = {run: None for bars in serving.values() for of_key in bars.values() for run in of_key}
+    labels, drawn = [RUNS.get(run, run) for run in RUNS | runs], {}
     for panels, (machine, bars) in zip(rows, serving.items(), strict=True):
         for panel, (key, title, _) in zip(panels, SERVING, strict=True):
-            grouped(panel, bars[key], 8)
+            drawn |= grouped(panel, {RUNS.get(run, run): of_run for run, of_run in bars[key].items()}, labels, 8)
             panel.set_title(f"{title}\n({machine})", fontsize=8)
             panel.set_xlabel("requests at once")
     figure.suptitle("Serving V4-Flash's shape over FlashMLA (higher is better; dashed: FlashMLA)")
-    legend = {label: bars for panels in rows
-              for bars, label in zip(*panels[0].get_legend_handles_labels(), strict=True)}  # fmt: skip
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
     figure.savefig(docs / "serving.svg", metadata={"Date": None})
     return [docs / "attention_speedup.svg", docs / "serving.svg"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from packaging.version import Version
 
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
-# The results that are about a release, and what each of their parts is called.
-RESULTS = {"accuracy_e2e_*.json": "bars", "features_*.json": "steps", "quantised_e2e_*.json": "bars"}
 # The series that a backend of features_e2e.py runs; none for FlashMLA alone.
 BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width"}
 # What a result calls the GPU, by the column it is evidence for.
@@ -24,38 +23,55 @@ MODELS = {"H200": "hopper"}
 DETAILS = "docs/releases.md"
 
 
+# Of a kind of result: series and whether it passed, or None if it was not run, of each check.
+Checks = Iterator[tuple[str, bool | None]]
+
+
+def of_accuracy(result: dict[str, Any]) -> Checks:
+    for bar in result["bars"]:
+        yield "drop-in" if "drop_in" in bar["bar"] else "full-width", bar["passed"]
+
+
+def of_features(result: dict[str, Any]) -> Checks:
+    for backend, steps in result["steps"].items():
+        for step in steps.values():
+            if backend in BACKENDS:
+                yield BACKENDS[backend], step["ok"]
+
+
+def of_quantised(result: dict[str, Any]) -> Checks:
+    for bar in result["bars"]:
+        yield "quantised-linears", bar["passed"]
+
+
+# The results that are about a release, what their checks are called, and the checks.
+RESULTS = {
+    "accuracy_e2e_*.json": ("bars", of_accuracy),
+    "features_*.json": ("steps", of_features),
+    "quantised_e2e_*.json": ("bars", of_quantised),
+}
+
+
 def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]]]:
     """(release, series, GPU) -> link from docs/, checks passed and run, of each result that names its overlay."""
     found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     results = root / "benchmarks" / "results"
-    for path, what in ((path, what) for name, what in RESULTS.items() for path in sorted(results.glob(name))):
+    for path, (what, of) in ((path, of) for name, of in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
         overlay = result["machine"].get("overlay")
+        checks: dict[str, list[bool | None]] = {}
+        for series, ok in of(result):
+            checks.setdefault(series, []).append(ok)
         for model, gpu in MODELS.items():
             if not overlay or not any(model in name for name in result["machine"]["gpus"]):
                 continue
-            for series, passed in checks(path.name, result[what]).items():
+            for series, passed in checks.items():
                 ran = [p for p in passed if p is not None]
                 words = f"{sum(ran)} of {len(ran)} {what}"
                 if len(ran) < len(passed):
                     words += f", {len(passed) - len(ran)} not run"
                 link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
                 found.setdefault((overlay["release"], series, gpu), []).append((link, sum(ran), len(ran)))
-    return found
-
-
-def checks(name: str, parts: Any) -> dict[str, list[bool | None]]:
-    """Series -> whether each check of it passed, None for one that was not run; `parts` are a list of bars, or the
-    steps of each backend."""
-    found: dict[str, list[bool | None]] = {}
-    if isinstance(parts, dict):
-        for backend, steps in parts.items():
-            if backend in BACKENDS:
-                found.setdefault(BACKENDS[backend], []).extend(step["ok"] for step in steps.values())
-        return found
-    for bar in parts:
-        series = "drop-in" if "drop_in" in bar["bar"] else "full-width"
-        found.setdefault("quantised-linears" if name.startswith("quantised") else series, []).append(bar["passed"])
     return found
 
 

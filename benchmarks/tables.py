@@ -41,7 +41,8 @@ SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
-DROP_IN = {"dropin": "FlashMLA's cache, drop-in"}
+DROP_IN = "FlashMLA's cache, drop-in"
+NAMES = BACKENDS | {"dropin": DROP_IN}  # of runs of serve.py
 
 
 @cache
@@ -161,7 +162,7 @@ def accuracy() -> str:
     rows = []
     for title, name, pair in (
         ("FlashMLA", native, "truth|flashmla"),
-        ("FlashMLA's cache, drop-in", "accuracy_e2e_h200_current", "truth|drop_in"),
+        (DROP_IN, "accuracy_e2e_h200_current", "truth|drop_in"),
         ("BF16 cache, native kernels", native, "truth|bf16"),
         ("BF16 cache, Triton kernels", triton, "truth|bf16"), ("FP8 cache, native kernels", native, "truth|fp8"),
         ("FP8 cache, Triton kernels", triton, "truth|fp8"),
@@ -205,7 +206,7 @@ def models() -> str:
 
 
 def serving(names: Iterable[str] = SERVING) -> str:
-    rows = [[count, (BACKENDS | DROP_IN)[store], f"{run['output_throughput']:.0f}",
+    rows = [[count, NAMES[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
@@ -221,8 +222,7 @@ def serving_share() -> str:
 
 def decode_step() -> str:
     runs = load(SERVING[0])["runs"]
-    names = BACKENDS | DROP_IN
-    parts = [f"{run['decode_step']['share']:.1%} ({names[name.lower()]})" for name, run in runs.items()]
+    parts = [f"{run['decode_step']['share']:.1%} ({NAMES[name.lower()]})" for name, run in runs.items()]
     return f"In a decode step of 16 requests attention takes this part of the GPU's time: {', '.join(parts)}.\n"
 
 
@@ -236,7 +236,8 @@ def steps() -> str:
                 if step == "reference" and store != "stock":  # that one is compared with FlashMLA's
                     kls = [ran["measured"]["noise"]["decode"]["kl_mean"]]
                 found.setdefault(step, {}).setdefault(store, max(kls, default=None))
-    stores = {"flashmla": "FlashMLA", "stock": "FlashMLA's cache, drop-in"} | BACKENDS
+    flashmla, *others = BACKENDS.items()
+    stores = dict([flashmla, ("stock", DROP_IN), *others])
     rows = [[f"`{step}`", *(tiny(by.get(s)) for s in stores)] for step, by in found.items() if any(by.values())]
     return markdown(["step", *stores.values()], rows)
 

@@ -8,15 +8,8 @@
 
 namespace mla {
 
-// A call in items: so many heads of a token and, if blocks share its keys, a share of them.
-struct RowParams : SparseMlaRows {
-  int head_blocks, splits, items;
-
-  RowParams(const SparseMlaRows& call, int heads, int splits)
-      : SparseMlaRows(call),
-        head_blocks((call.heads + heads - 1) / heads),
-        splits(splits),
-        items(call.tokens * head_blocks * splits) {}
+struct RowParams : InItems<SparseMlaRows> {
+  using InItems::InItems;
 };
 
 // Lengths of an item's token, which are asked for an item ahead.

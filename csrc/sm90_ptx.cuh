@@ -123,6 +123,18 @@ __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// A call in items: so many heads of a token and, if blocks share its keys, a share of them.
+template <typename Call>
+struct InItems : Call {
+  int head_blocks, splits, items;
+
+  InItems(const Call& call, int heads, int splits)
+      : Call(call),
+        head_blocks((call.heads + heads - 1) / heads),
+        splits(splits),
+        items(call.tokens * head_blocks * splits) {}
+};
+
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
 cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster,

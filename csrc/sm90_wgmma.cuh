@@ -1,4 +1,4 @@
-// What the kernels share: items, barriers, wgmma and its operands in shared memory, q in fp16.
+// What the kernels share: barriers, wgmma and its operands in shared memory, q in fp16.
 #pragma once
 
 #include "sm90_ptx.cuh"
@@ -10,15 +10,8 @@ constexpr int kTile = 64;  // keys
 // Below every score, and finite, so that it can be subtracted from the -inf of a missing key.
 inline constexpr float kNoMaximum = -3.402823466e38f;
 
-// A call in items: so many heads of a token and, if blocks share its keys, a share of them.
-struct Params : SparseMla {
-  int head_blocks, splits, items;
-
-  Params(const SparseMla& call, int heads, int splits)
-      : SparseMla(call),
-        head_blocks((call.heads + heads - 1) / heads),
-        splits(splits),
-        items(call.tokens * head_blocks * splits) {}
+struct Params : InItems<SparseMla> {
+  using InItems::InItems;
 };
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {

@@ -355,6 +355,7 @@ def test_arguments_of_a_million_tokens(capsys):
     assert "kv_cache_memory_bytes" not in arguments
     assert long_context.model_config()["compress_ratios"].count(128) == 1
     stock = long_context.engine_arguments(job | {"run": "stock"})
+    assert stock["kv_cache_dtype"] == "fp8"  # V4 does not start with vLLM's default
     assert arguments == stock | {"attention_backend": long_context.BACKEND, "kv_cache_dtype": "bfloat16"}
     for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"]:
         with pytest.raises(SystemExit):
