@@ -30,9 +30,10 @@ near-zero weights would send every token to the same six experts: here all layer
 (`num_hash_layers` 43), and tokens are sampled at temperature 1 from what is then a flat distribution.
 
 `v3.2` has V3.2's sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is what one of N
-tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the vocabulary, and nothing
-sent between GPUs. 8 leaves 16 heads, 16 leaves 8. With too few layers a decode step waits for the CPU, and attention
-does not show. Its embeddings are seeded, so tokens spread over the experts even by routers of near-zero weights.
+tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the vocabulary, and
+nothing sent between GPUs. 8 leaves 16 heads, 16 leaves 8. With too few layers a decode step waits for the CPU, and
+attention does not show. Its embeddings are seeded, so tokens spread over the experts even by routers of near-zero
+weights.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
@@ -88,7 +89,8 @@ LEAST_CONTEXT = 2304
 # Lines of vLLM's log that the results keep.
 REPORTS = re.compile(
     r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
-    r"Warm-up of the full-width|sparse_mla provider|MoE backend|JIT compilation during inference|[Pp]reempt"
+    r"Warm-up of the full-width|sparse_mla provider|MoE backend|Using \S+ backend|"
+    r"JIT compilation during inference|[Pp]reempt"
 )
 
 
@@ -345,7 +347,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     unknown = [r for r in runs if r not in there]
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {there}")
-    runs.sort(key=there.index)
+    runs = sorted(runs, key=there.index)
     # In turns, so that what a machine does over time meets all runs alike.
     args.runs = [run if n == 1 else f"{run}-{n}" for n in range(1, args.repeat + 1) for run in runs]
     return args
