@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""End-to-end accuracy of the DeepSeek V4 attention backends on one model, by its logits.
+"""End-to-end accuracy of the attention backends of DeepSeek V4 or V3.2 on one model, by its logits.
 
     python scripts/make_mini_checkpoint.py /tmp/mini-v4
     python benchmarks/accuracy_e2e.py --model /tmp/mini-v4 --out results.json
@@ -24,6 +24,13 @@ Runs:
     fp8_calibrated, fp8_calibrated_graph    fp8 and fp8_graph with scales that the calibration command
                               measures first, on other prompts (not in the default list)
 
+Runs of DeepSeek V3.2 and GLM-5 (make_mini_checkpoint.py --model v3.2), all eager, with the drop-in off:
+    truth, truth_fp8          MLA_KERNELS_SPARSE by the float32 torch reference on the BF16 cache (`auto`) /
+                              the rows of 656 bytes (`fp8_ds_mla`)
+    flashmla_bf16, flashmla_fp8    FLASHMLA_SPARSE on both caches
+    sparse_bf16, sparse_fp8        MLA_KERNELS_SPARSE on both caches
+Each of these counts the calls that our kernels and the reference served, and fails if its name says otherwise.
+
 What calibrated scales keep shows on checkpoints with large or small keys, where the bar of `fp8` itself may fail:
 
     for rms in 64 1 0.015625; do
@@ -43,6 +50,7 @@ import argparse
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -57,11 +65,14 @@ import numpy as np
 from e2e import (
     DROP_IN,
     MIN_PROB,
+    SPARSE_MLA,
+    SPARSE_MLA_BASE,
     STOCK_KERNELS,
     child_environment,
     compare_full,
     compare_top,
     full_rows,
+    has_sparse_mla,
     import_flashinfer,
     log,
     machine,
@@ -95,6 +106,25 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp8_compiled": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": {}},
     "flashmla_compiled": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": {}},
 }
+
+def sparse_mla_run(name: str, served_by: str) -> dict[str, Any]:
+    """One of `SPARSE_MLA`, with a worker that counts; served_by: "reference", "ours" or "flashmla"."""
+    counting, reference = "features.drop_in_calls.DropInCalls", "reference_attention.ReferenceAttention"
+    return {
+        "backend": SPARSE_MLA[name]["attention_backend"],
+        "kv": SPARSE_MLA[name]["kv_cache_dtype"],
+        "env": STOCK_KERNELS,
+        "worker": reference if served_by == "reference" else counting,
+        "served_by": served_by,
+    }
+
+
+SPARSE_MLA_RUNS = {
+    "truth": sparse_mla_run("sparse_bf16", "reference"),
+    **{name: sparse_mla_run(name, "flashmla") for name in SPARSE_MLA_BASE.values()},
+    **{name: sparse_mla_run(name, "ours") for name in SPARSE_MLA_BASE},
+    "truth_fp8": sparse_mla_run("sparse_fp8", "reference"),
+}
 DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r]
 # (reference, run): what is compared.
 PAIRS = [
@@ -113,6 +143,10 @@ PAIRS = [
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
 ]
+SPARSE_MLA_PAIRS = [
+    *(("truth", name) for name in SPARSE_MLA_RUNS if name != "truth"),
+    *(("truth_fp8", name) for name in ("flashmla_fp8", "sparse_fp8")),
+]
 KV_BYTES, MEMORY_FREE = 4 << 30, 0.05  # the cache's size is given: vLLM only checks that this share is free
 PROMPT_LENGTHS = [1, 7, 127, 128, 129, 300, 3000, 8192]
 FULL_PROMPT_LOGPROBS = 512  # longer prompts report their PROMPT_TOP most likely tokens
@@ -120,6 +154,15 @@ PROMPT_TOP = 64
 
 
 # ---------------------------------------------------------------- the run, in its own process
+def check_served(served_by: str, calls: list[dict[str, int]]) -> None:
+    """Raises RuntimeError unless each worker's `calls`, by function, are those of a run served by that."""
+    for of_a_worker in calls:
+        ours, reference = sum(of_a_worker.values()), of_a_worker.get("reference", 0)
+        found = "reference" if reference else "ours" if ours else "flashmla"
+        if found != served_by:
+            raise RuntimeError(f"attention was served by {found}, not by {served_by}: {calls}")
+
+
 def child(job: dict[str, Any]) -> None:
     """One run: generate, check the forced tokens, write the arrays."""
     start = time.perf_counter()
@@ -133,7 +176,7 @@ def child(job: dict[str, Any]) -> None:
         model=job["model"],
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
-        block_size=256,
+        block_size=64 if "worker" in spec else 256,
         kv_cache_dtype=spec["kv"],
         enforce_eager="compilation" not in spec,
         max_model_len=16384,
@@ -150,6 +193,8 @@ def child(job: dict[str, Any]) -> None:
     )
     if spec["backend"]:
         kwargs["attention_backend"] = spec["backend"]
+    if "worker" in spec:
+        kwargs["worker_extension_cls"] = spec["worker"]
     if "scales" in spec:
         kwargs["additional_config"] = {"dsv4_scales": job["scales"]}
     if "compilation" in spec:
@@ -217,6 +262,9 @@ def child(job: dict[str, Any]) -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
     }
+    if "served_by" in spec:
+        meta["calls"] = llm.collective_rpc("drop_in_calls")
+        check_served(spec["served_by"], meta["calls"])
     try:
         config = llm.llm_engine.vllm_config
         meta["cache_dtype"] = str(config.cache_config.cache_dtype)
@@ -339,7 +387,7 @@ def describe(data: Any, lengths: list[int]) -> dict[str, Any]:
     }
 
 
-def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
+def bars(comparisons: dict[str, Any], sparse_mla: bool = False) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     fp8_runs = ["fp8"] + ["fp8_calibrated"] * ("truth|fp8_calibrated" in comparisons)
 
@@ -355,6 +403,13 @@ def bars(comparisons: dict[str, Any]) -> list[dict[str, Any]]:
             {"bar": name, "measured": measured, "limit": limit, "sign": sign, "passed": passed}
         )
 
+    if sparse_mla:
+        for part, (run, base) in itertools.product(("decode", "prompt"), SPARSE_MLA_BASE.items()):
+            stock = value(f"truth|{base}", part, "kl_mean")
+            limit = None if stock is None else 1.05 * stock
+            name = f"{part}: KL(truth|{run}) <= 1.05 KL(truth|{base})"
+            add(name, value(f"truth|{run}", part, "kl_mean"), limit, False)
+        return rows
     for part in ("decode", "prompt"):
         stock = value("truth|flashmla", part, "kl_mean")
 
@@ -408,7 +463,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
     parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
-    parser.add_argument("--runs", default=",".join(DEFAULT_RUNS), help="comma-separated")
+    parser.add_argument("--runs", help="comma-separated (default: all, but for fp8_calibrated*)")
     parser.add_argument(
         "--lengths", default=",".join(map(str, PROMPT_LENGTHS)), help="prompt lengths in tokens"
     )
@@ -421,11 +476,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a run")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
-    args.runs = [r for r in args.runs.split(",") if r]
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"{args.model} has no config.json; give a checkpoint's folder")
+    args.config = json.loads((Path(args.model) / "config.json").read_text())
+    args.specs, default = RUNS, DEFAULT_RUNS
+    if has_sparse_mla(args.config):
+        args.specs, default = SPARSE_MLA_RUNS, list(SPARSE_MLA_RUNS)
+    args.runs = [r for r in args.runs.split(",") if r] if args.runs else list(default)
     args.lengths = [int(n) for n in args.lengths.split(",")]
-    unknown = [r for r in args.runs if r not in RUNS]
+    unknown = [r for r in args.runs if r not in args.specs]
     if unknown:
-        parser.error(f"unknown runs {unknown}; there are {list(RUNS)}")
+        parser.error(f"unknown runs {unknown}; there are {list(args.specs)}")
     if max(args.lengths) + args.steps >= 16384:
         parser.error("prompt and decode steps must fit in 16384 tokens")
     return args
@@ -435,7 +496,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    config = json.loads((Path(args.model) / "config.json").read_text())
+    config, specs, sparse_mla = args.config, args.specs, args.specs is SPARSE_MLA_RUNS
     vocab = config["vocab_size"]
     prompts = make_prompts(args.lengths, vocab, args.seed)
     where = machine()
@@ -458,15 +519,16 @@ def main(argv: list[str] | None = None) -> int:
         runs.insert(0, "truth")
 
     def key(name: str) -> str:
-        spec = RUNS[name]
+        spec = specs[name]
         extra: list[Any] = [spec, args.batch]
         if spec["backend"] and "env" not in spec:
             extra.append(args.provider)
         return key_of(base, forced, extra)
 
+    pairs = SPARSE_MLA_PAIRS if sparse_mla else PAIRS
     record: dict[str, Any] = {}
     scales = args.work / f"scales-{base}.safetensors"
-    if any("scales" in RUNS[name] for name in runs) and not scales.exists():
+    if any("scales" in specs[name] for name in runs) and not scales.exists():
         record["calibration"] = calibrate(make_prompts(args.lengths, vocab, args.seed + 1), scales, args)
 
     def run(name: str) -> None:
@@ -476,7 +538,7 @@ def main(argv: list[str] | None = None) -> int:
             record[name] = {"ok": True, "seconds": 0.0, "reused": True}
             return
         job = {
-            "spec": RUNS[name],
+            "spec": specs[name],
             "model": str(args.model),
             "vocab": vocab,
             "prompts": prompts,
@@ -514,15 +576,15 @@ def main(argv: list[str] | None = None) -> int:
     def report() -> dict[str, Any]:
         """Compare what has run so far, and write it."""
         there = set()
-        for name in RUNS:  # also those of earlier commands
+        for name in specs:  # also those of earlier commands
             meta = read_result(args.work / f"{name}.npz", key(name)) if forced is not None else None
             if meta is None:
                 continue
             there.add(name)
             record.setdefault(name, {"ok": True, "seconds": 0.0, "reused": True})
             record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
-        comparisons = {f"{a}|{b}": compared(a, b) for a, b in PAIRS if {a, b} <= there}
-        rows = bars(comparisons)
+        comparisons = {f"{a}|{b}": compared(a, b) for a, b in pairs if {a, b} <= there}
+        rows = bars(comparisons, sparse_mla)
         results = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join([sys.executable, *sys.argv]),

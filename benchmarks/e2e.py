@@ -23,6 +23,14 @@ import numpy as np
 
 # Whether our kernels stand in for FlashMLA's over the stock cache, where they serve; by default they do.
 STOCK_KERNELS, DROP_IN = {"VLLM_DSV4_DROP_IN": "0"}, {"VLLM_DSV4_DROP_IN": "1"}
+# Of DeepSeek V3.2 and GLM-5, over either of their caches: FlashMLA as stock vLLM has it, and our backend. They run
+# with STOCK_KERNELS: what our kernels serve is then MLA_KERNELS_SPARSE's.
+SPARSE_MLA = {
+    f"{name}_{cache}": {"attention_backend": backend, "kv_cache_dtype": dtype}
+    for cache, dtype in {"bf16": "auto", "fp8": "fp8_ds_mla"}.items()
+    for name, backend in {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}.items()
+}
+SPARSE_MLA_BASE = {"sparse_bf16": "flashmla_bf16", "sparse_fp8": "flashmla_fp8"}
 MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
 LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
 
@@ -41,6 +49,11 @@ def model_settings(model: Path) -> dict[str, Any]:
     """A checkpoint's config.json, with the fields of its language model, which V4.1 has apart, at the top."""
     config = json.loads((model / "config.json").read_text())
     return config | config.get("text_config", {})
+
+
+def has_sparse_mla(config: dict[str, Any]) -> bool:
+    """Whether a model of this config.json has the backends of `SPARSE_MLA`, and no others here."""
+    return config.get("model_type") in ("deepseek_v32", "glm_moe_dsa")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

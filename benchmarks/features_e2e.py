@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""vLLM's features with the DeepSeek V4 attention backends, each against a plain run of the same backend.
+"""vLLM's features with the attention backends of DeepSeek V4 and V3.2, each against a plain run of its own.
 
     python scripts/make_mini_checkpoint.py /tmp/mini-v4
     python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json              # one GPU
@@ -9,6 +9,11 @@ With 8 heads a GPU, as tensor parallel 8 has of 64:
 
     python scripts/make_mini_checkpoint.py /tmp/mini-v4-32 --heads 32
     python benchmarks/features_e2e.py --model /tmp/mini-v4-32 --out features-32.json --gpus 4 --steps tp4
+
+DeepSeek V3.2 and GLM-5, with MLA_KERNELS_SPARSE over a BF16 cache or, as sparse_fp8, over rows of 656 bytes:
+
+    python scripts/make_mini_checkpoint.py /tmp/mini-v32-16 --model v3.2 --heads 16
+    python benchmarks/features_e2e.py --model /tmp/mini-v32-16 --out features-v32.json --backend sparse_bf16
 
 DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla and stock, and is served without
 images. The numbers of cached tokens in `prefix`, `offload`, `offload_simple` and `disaggregated` are V4's.
@@ -30,7 +35,8 @@ the same log-probability. Noise, as mean KL and as that margin:
 --backend flashmla is FlashMLA as stock vLLM has it. --backend stock is the same options with the drop-in, measured
 against flashmla: the plain run is flashmla's, every step runs with flashmla first, unless OUT has that, and what
 flashmla differed there counts as noise too, instead of the bounds for other arithmetic. Each worker counts the
-calls that the drop-in served: some with stock, none with flashmla.
+calls that our kernels served: some with stock, none with flashmla. In the same way sparse_bf16 and sparse_fp8 are
+measured against flashmla_bf16 and flashmla_fp8, FLASHMLA_SPARSE over the same cache; all four without the drop-in.
 
 The reference also runs every prompt with another beginning and the same last 8 tokens: that control must be at
 least 0.1 away, or the comparison could not see a broken cache.
@@ -47,7 +53,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from e2e import kept, machine, model_settings
+from e2e import SPARSE_MLA, has_sparse_mla, kept, machine, model_settings
 from features import one_gpu, several_gpus  # noqa: F401  (steps register themselves)
 from features.parent import run_step
 from features.report import NOT_RUN, report
@@ -76,6 +82,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not (args.model / "model.safetensors.index.json").is_file():
         parser.error(f"{args.model} holds no checkpoint; write one with scripts/make_mini_checkpoint.py")
     config = model_settings(args.model)
+    if has_sparse_mla(config) != (args.backend in SPARSE_MLA):
+        fit = [b for b in BACKENDS if has_sparse_mla(config) == (b in SPARSE_MLA)]
+        parser.error(f"{args.model} has no --backend {args.backend}; it has {', '.join(fit)}")
     asked = named or [n for n, s in STEP.items() if s.gpus == args.gpus]
     args.left_out = [f"{n}: {why}" for n in asked if (why := STEP[n].lacks(args.backend, config))]
     if named and args.left_out:

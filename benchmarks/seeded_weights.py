@@ -20,7 +20,10 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-PROJECTIONS = ("fused_wqa_wkv", "wq_b", "weights_proj", "fused_wkv_wgate")
+# Kinds of weights that index scores come from, by their names: those of every model, of V4, and of V3.2 and GLM-5.
+KINDS = ("wq_b", "weights_proj", "indexer", "norm", "embed_tokens")
+V4, V32 = ("fused_wqa_wkv", "fused_wkv_wgate", "ape"), ("fused_qkv_a_proj", "wk_weights_proj")
+PROJECTIONS = {"wq_b", "weights_proj", *V4[:2], *V32}
 FP8_STD = 16.0  # of E4M3 values; their scale makes up for it
 EXPERT_SCALE = 127 - 8  # the byte of 2^-8; random FP4 values have a standard deviation of 2.9
 
@@ -34,7 +37,7 @@ def generator(name: str, device: torch.device) -> torch.Generator:
 def seed_weights(model: torch.nn.Module) -> list[str]:
     """Fill the weights named above, in place, as they are before vLLM processes them. Returns their names.
 
-    Raises RuntimeError if a model has none of some kind: then the names are not those of DeepSeek V4 any more.
+    Raises RuntimeError if a model has none of some kind: then the names are not those of DeepSeek V4 or V3.2.
     """
     done: list[str] = []
 
@@ -65,7 +68,7 @@ def seed_weights(model: torch.nn.Module) -> list[str]:
                 tensor.random_(0, 256, generator=generator(name, tensor.device))
             elif tensor.dtype == torch.uint8 and key in ("w13_weight_scale", "w2_weight_scale"):
                 tensor.fill_(EXPERT_SCALE)
-    for kind in (*PROJECTIONS, "indexer", "norm", "embed_tokens", "ape"):
+    for kind in (*KINDS, *(V32 if any(V32[0] in name for name in done) else V4)):
         if not any(kind in name for name in done):
             raise RuntimeError(f"the model has no weights named {kind}, so index scores would be equal")
     return done

@@ -17,7 +17,9 @@ from packaging.version import Version
 START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the table -->\n"
 GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
 # The series that a backend of features_e2e.py runs; none for FlashMLA alone.
-BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width"}
+BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
+            "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
+RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla"}  # of accuracy, by a word of the bar
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H200": "hopper"}
 DETAILS = "docs/releases.md"
@@ -29,7 +31,8 @@ Checks = Iterator[tuple[str, bool | None]]
 
 def of_accuracy(result: dict[str, Any]) -> Checks:
     for bar in result["bars"]:
-        yield "drop-in" if "drop_in" in bar["bar"] else "full-width", bar["passed"]
+        named = [series for word, series in RUNS.items() if word in bar["bar"]]
+        yield (named or ["full-width"])[0], bar["passed"]
 
 
 def of_features(result: dict[str, Any]) -> Checks:

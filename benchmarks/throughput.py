@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tokens a second of a whole DeepSeek V4 model, by attention backend, with vLLM's offline `LLM`.
+"""Tokens a second of a whole DeepSeek V4 or V3.2 model, by attention backend, with vLLM's offline `LLM`.
 
     python benchmarks/throughput.py --model /tmp/mini-v4 --out mini.json         # a checkpoint
     python benchmarks/throughput.py --model flash --tp 4 --out flash.json        # V4-Flash's shape, dummy weights
+    python benchmarks/throughput.py --model v3.2 --share-of 8 --batches 1,2,4,8,16,128 --out v32.json
 
 Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
 `--runs flashmla` and later `--runs fp8,bf16` of the same software, with the same VLLM_* variables, fill the same
@@ -12,19 +13,30 @@ file. Runs:
     drop_in     the same by ours, where they serve
     fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
 
+Those of DeepSeek V3.2 and GLM-5, with the drop-in off:
+
+    flashmla_bf16, flashmla_fp8    FLASHMLA_SPARSE on a BF16 cache / the rows of 656 bytes
+    sparse_bf16, sparse_fp8        MLA_KERNELS_SPARSE on the same
+
 Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
 batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by full CUDA
 graphs), then requests are aborted down to the next smaller batch. If the first run's prefill would need more than
 --fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304 tokens, from
-where on the top-k of 512 is full.
+where on the top-k of 512 (V3.2's of 2048) is full.
 
 `flash` has 43 layers, 256 MXFP4 experts and V4-Flash's sizes. Dummy weights are near zero but for those of
 seeded_weights.py, so that index scores differ and top-k takes the time that it does with trained ones. A router of
 near-zero weights would send every token to the same six experts: here all layers route by token id
 (`num_hash_layers` 43), and tokens are sampled at temperature 1 from what is then a flat distribution.
 
+`v3.2` has V3.2's sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is what one of N
+tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the vocabulary, and
+nothing sent between GPUs. 8 leaves 16 heads, 16 leaves 8. With too few layers a decode step waits for the CPU, and
+attention does not show. Its embeddings are seeded, so tokens spread over the experts even by routers of near-zero
+weights.
+
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
-times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians.
+times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
 
 What keeps start-up short: no torch.compile (mode 0), graphs for the measured batches only, --kv-gib instead of
 profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, dummy weights.
@@ -45,12 +57,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import DROP_IN, STOCK_KERNELS, child_environment, import_flashinfer, kept, log, machine, run_child, tail
+from e2e import (
+    DROP_IN,
+    SPARSE_MLA,
+    SPARSE_MLA_BASE,
+    STOCK_KERNELS,
+    child_environment,
+    has_sparse_mla,
+    import_flashinfer,
+    kept,
+    log,
+    machine,
+    model_settings,
+    run_child,
+    tail,
+)
 from gpu_watch import Watch
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
-ENVIRONMENT = {"flashmla": STOCK_KERNELS, "drop_in": DROP_IN}
+ENVIRONMENT = {"flashmla": STOCK_KERNELS, "drop_in": DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}
 RUNS = {
     "flashmla": STOCK,
     "drop_in": STOCK,
@@ -63,7 +89,8 @@ LEAST_CONTEXT = 2304
 # Lines of vLLM's log that the results keep.
 REPORTS = re.compile(
     r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
-    r"Warm-up of the full-width|sparse_mla provider|MoE backend|JIT compilation during inference|[Pp]reempt"
+    r"Warm-up of the full-width|sparse_mla provider|MoE backend|Using \S+ backend|"
+    r"JIT compilation during inference|[Pp]reempt"
 )
 
 
@@ -94,6 +121,25 @@ def flash_config(share_of: int = 1) -> dict[str, Any]:
     return model_config(shape) | {"expert_dtype": "fp4"}
 
 
+def v32_config(layers: int, share_of: int = 1) -> dict[str, Any]:
+    """config.json of V3.2's shape with fewer layers; or of what one of `share_of` GPUs has."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    from mini_checkpoint.deepseek_v32 import Shape, model_config
+
+    shape = Shape(
+        hidden=7168,
+        layers=layers,
+        dense_layers=3,
+        heads=128 // share_of,
+        intermediate=18432 // share_of,
+        experts=256,
+        moe_intermediate=2048 // share_of,
+        vocab=129280 // share_of,
+        fp8_o_proj=True,
+    )
+    return model_config(shape) | {"n_group": 8, "topk_group": 4}
+
+
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`."""
     batches = job["batches"]
@@ -103,7 +149,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         model=job["model"],
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
-        block_size=256,
+        block_size=64 if kind(job["run"]) in SPARSE_MLA else 256,
         max_model_len=job["max_model_len"],
         max_num_batched_tokens=job["batch_tokens"],
         max_num_seqs=max(*batches, PREFILL_PROMPTS),
@@ -113,7 +159,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         compilation_config=graphs,
         seed=0,
         **weights,
-        **RUNS[kind(job["run"])],
+        **(RUNS | SPARSE_MLA)[kind(job["run"])],
     )
 
 
@@ -239,14 +285,15 @@ def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], st
         columns = rates.setdefault(kind(name), [[] for _ in head])
         for column, one in zip(columns, found, strict=True):
             column += [one["tokens_per_second"]] if one else []
-    base = rates.get("flashmla", [[] for _ in head])
+    nothing: list[list[float]] = [[] for _ in head]
     ratios: dict[str, Any] = {}
-    lines = [f"{'tokens/s':10s}" + "".join(f"{h:>24s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
+    lines = [f"{'tokens/s':13s}" + "".join(f"{h:>24s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
     for name, columns in rates.items():
         cells = []
+        base = rates.get(SPARSE_MLA_BASE.get(name, "flashmla"), nothing)
         for title, values, others in zip(head, columns, base, strict=True):
             text = f"{statistics.median(values):.0f}" if values else "-"
-            if values and others and name != "flashmla":
+            if values and others and not name.startswith("flashmla"):
                 ratio = statistics.median(values) / statistics.median(others)
                 spread = [min(values) / max(others), max(values) / min(others)]
                 ratios.setdefault(name, {})[title] = {
@@ -256,7 +303,7 @@ def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], st
             cells.append(f"{text:>24s}")
         kv = next((run["kv_cache"]["tokens_per_gib"] for other, run in runs.items()
                    if kind(other) == name and run.get("kv_cache")), "-")  # fmt: skip
-        lines.append(f"{name:10s}" + "".join(cells) + f"{kv:>16}")
+        lines.append(f"{name:13s}" + "".join(cells) + f"{kv:>16}")
     return ratios, "\n".join(lines)
 
 
@@ -264,10 +311,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="a checkpoint's folder, or: flash")
+    parser.add_argument("--model", required=True, help="a checkpoint's folder, or: flash, v3.2")
+    parser.add_argument("--layers", type=int, default=32, help="of v3.2, 61 in the model (default: %(default)s)")
+    parser.add_argument("--share-of", type=int, choices=[1, 2, 4, 8, 16], default=1, help="GPUs, of v3.2")
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
-    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated; flashmla goes first")
+    parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all)")
     parser.add_argument("--repeat", type=int, default=1, help="starts of every run (default: %(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", default="1,16,64,128")
@@ -278,23 +327,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
-    args.runs = [r for r in args.runs.split(",") if r]
-    unknown = [r for r in args.runs if r not in RUNS]
-    if unknown:
-        parser.error(f"unknown runs {unknown}; there are {list(RUNS)}")
-    args.runs.sort(key=list(RUNS).index)
     if args.repeat < 1:
         parser.error(f"--repeat is {args.repeat}; give 1 or more.")
-    # In turns, so that what a machine does over time meets all runs alike.
-    args.runs = [run if n == 1 else f"{run}-{n}" for n in range(1, args.repeat + 1) for run in args.runs]
+    if args.layers < 4:
+        parser.error(f"--layers is {args.layers}; give 4 or more: 3 are dense.")
+    if args.model != "v3.2" and args.share_of > 1:
+        parser.error("--share-of is of --model v3.2.")
     args.batches = sorted({int(b) for b in args.batches.split(",")})
-    if args.model == "flash":
-        args.model = args.work / "flash"
+    if args.model in ("flash", "v3.2"):
+        config = flash_config() if args.model == "flash" else v32_config(args.layers, args.share_of)
+        args.model = args.work / args.model
         args.model.mkdir(parents=True, exist_ok=True)
-        (args.model / "config.json").write_text(json.dumps(flash_config(), indent=1))
+        (args.model / "config.json").write_text(json.dumps(config, indent=1))
     args.model = Path(args.model).resolve()
     if not (args.model / "config.json").is_file():
-        parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash")
+        parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash, v3.2")
+    there = list(SPARSE_MLA if has_sparse_mla(model_settings(args.model)) else RUNS)
+    runs = [r for r in args.runs.split(",") if r] if args.runs else there
+    unknown = [r for r in runs if r not in there]
+    if unknown:
+        parser.error(f"unknown runs {unknown}; there are {there}")
+    runs = sorted(runs, key=there.index)
+    # In turns, so that what a machine does over time meets all runs alike.
+    args.runs = [run if n == 1 else f"{run}-{n}" for n in range(1, args.repeat + 1) for run in runs]
     return args
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import accuracy_e2e  # noqa: E402
 import e2e  # noqa: E402
 import features_e2e  # noqa: E402
 import gpu_watch  # noqa: E402
 import long_context  # noqa: E402
 import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
-from features import comparison, one_gpu, parent  # noqa: E402
+from features import comparison, one_gpu, parent, run  # noqa: E402
 from features.run import Run  # noqa: E402
 
 
@@ -112,19 +113,26 @@ def distance(kl, logprobs):
     return {"decode": {"kl_mean": kl, "logprob_diff_max": logprobs}, "diverged": []}
 
 
-def test_stock_is_measured_against_flashmla(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "backend, base, drop_in, model",
+    [
+        ("stock", "flashmla", "1", {"model_type": "deepseek_v4"}),
+        ("sparse_fp8", "flashmla_fp8", "0", {"model_type": "deepseek_v32"}),
+    ],
+)
+def test_a_backend_is_measured_against_flashmla(tmp_path, monkeypatch, backend, base, drop_in, model):
     """Every step runs with FlashMLA alone first, once, and what that differed from the plain run is allowed."""
-    checkpoint(tmp_path)
+    checkpoint(tmp_path, **model)
     ran = []
 
     def run_child(command, log_file, env, timeout):
         job = json.loads(Path(command[-1]).read_text())
         ran.append((job["backend"], job["step"], env["VLLM_DSV4_DROP_IN"]))
-        assert job["reference"] == str(tmp_path / "out/flashmla.reference.npz")
+        assert job["reference"] == str(tmp_path / f"out/{base}.reference.npz")
         noise = distance(1e-4, 0.01) if job["step"] == "reference" else {}
-        first = job["step"] == "reference" and job["backend"] == "flashmla"
+        first = job["step"] == "reference" and job["backend"] == base
         assert job["noise"] == (None if first else distance(1e-4, 0.01))
-        assert job["own"].get("output") == (distance(5e-3, 0.3) if ran[-1][:2] == ("stock", "graphs") else None)
+        assert job["own"].get("output") == (distance(5e-3, 0.3) if ran[-1][:2] == (backend, "graphs") else None)
         measured = {"noise": noise, "output": distance(5e-3, 0.3), "cudagraph_mode": "NONE"}
         if first:
             del measured["output"]
@@ -136,14 +144,14 @@ def test_stock_is_measured_against_flashmla(tmp_path, monkeypatch):
     monkeypatch.setattr(parent, "run_child", run_child)
     monkeypatch.setattr(features_e2e, "machine", dict)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", "stock", "--steps"]
+    options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", backend, "--steps"]
     assert features_e2e.main([*options, "reference,graphs"]) == 0
-    plain, stock = [("flashmla", "reference", "0"), ("stock", "reference", "1")], ("stock", "graphs", "1")
-    assert ran == [*plain, ("flashmla", "graphs", "0"), stock]
+    plain, other = [(base, "reference", "0"), (backend, "reference", drop_in)], (backend, "graphs", drop_in)
+    assert ran == [*plain, (base, "graphs", "0"), other]
     assert features_e2e.main([*options, "graphs"]) == 0
-    assert ran[4:] == [stock]
+    assert ran[4:] == [other]
     assert {k: list(v) for k, v in json.loads((tmp_path / "out.json").read_text())["steps"].items()} == {
-        "flashmla": ["reference", "graphs"], "stock": ["reference", "graphs"]
+        base: ["reference", "graphs"], backend: ["reference", "graphs"]
     }  # fmt: skip
 
 
@@ -161,6 +169,9 @@ def test_what_flashmla_differs_from_itself_bounds_the_drop_in():
         ("stock", [{"flash_mla_with_kvcache": 3}, {}], False),  # compared with itself on one GPU
         ("flashmla", [{}, {}], True),
         ("flashmla", [{}, {"flash_mla_sparse_fwd": 1}], False),
+        ("sparse_bf16", [{"flash_mla_sparse_fwd": 1}], True),
+        ("sparse_bf16", [{}], False),
+        ("flashmla_fp8", [{"flash_mla_with_kvcache": 1}], False),
     ],
 )
 def test_a_step_says_who_served(backend, calls, passed, tmp_path):
@@ -195,6 +206,7 @@ def test_calls_that_flashmla_has_are_not_counted():
         ("stock", {"num_nextn_predict_layers": 1, "dspark_block_size": 5}, "mtp1", "with drafts of mtp"),
         ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),
         ("fp8", {}, "disaggregated", "needs the package nixl"),
+        ("sparse_fp8", {"model_type": "glm_moe_dsa"}, "dspark", "needs a checkpoint with drafts of dspark"),
     ],
 )
 def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, config, step, words):
@@ -208,6 +220,117 @@ def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, conf
     args = features_e2e.parse_args([*options, "--gpus", "2" if step == "disaggregated" else "1"])
     assert step not in args.steps and {"prefix", "tp2"} & set(args.steps)
     assert any(words in line for line in args.left_out)
+
+
+@pytest.mark.parametrize(
+    "backend, model, words",
+    [
+        ("bf16", "deepseek_v32", "no --backend bf16; it has flashmla_bf16, sparse_bf16, flashmla_fp8, sparse_fp8"),
+        ("sparse_fp8", "deepseek_v4", "no --backend sparse_fp8; it has bf16, fp8, flashmla, stock"),
+    ],
+)
+def test_backends_of_another_model(tmp_path, capsys, backend, model, words):
+    checkpoint(tmp_path, model_type=model)
+    with pytest.raises(SystemExit):
+        features_e2e.parse_args(["--model", str(tmp_path), "--out", "x.json", "--backend", backend])
+    assert words in capsys.readouterr().err
+
+
+def test_engine_of_sparse_mla(tmp_path):
+    """V3.2's blocks, the cache of the backend, and a worker that counts who served."""
+    checkpoint(tmp_path, model_type="deepseek_v32")
+    job = {"model": str(tmp_path), "backend": "sparse_fp8", "vocab": 500, "out": str(tmp_path / "out.json")}
+    arguments = run.engine_arguments(job)
+    assert arguments["block_size"] == Run(job).block == 64
+    assert arguments["worker_extension_cls"] == "features.drop_in_calls.DropInCalls"
+    ours, theirs = (run.engine_arguments(job | {"backend": b}) for b in ("sparse_fp8", "flashmla_fp8"))
+    assert ours == theirs | {"attention_backend": "MLA_KERNELS_SPARSE"}
+    assert ours["kv_cache_dtype"] == "fp8_ds_mla" and theirs["attention_backend"] == "FLASHMLA_SPARSE"
+
+
+def test_drafts_of_sparse_mla_have_its_backend(tmp_path):
+    """vLLM would choose FlashMLA for them."""
+    started = []
+
+    class Asked(Exception):
+        pass
+
+    def start(**arguments):
+        started.append(arguments["speculative_config"])
+        raise Asked
+
+    for backend in ("sparse_bf16", "flashmla"):
+        with pytest.raises(Asked):
+            one_gpu.mtp2(SimpleNamespace(job={"backend": backend}, start=start))
+    plain = {"num_speculative_tokens": 2, "method": "mtp"}
+    assert started == [plain | {"attention_backend": "MLA_KERNELS_SPARSE"}, plain]
+
+
+def test_calls_of_mla_kernels_sparse_are_counted(monkeypatch):
+    """It has the functions by names of its own; a wheel, or another release, has no such module."""
+    from features import drop_in_calls
+
+    def flash_mla_sparse_fwd():
+        pass
+
+    backend = SimpleNamespace(flash_mla_sparse_fwd=flash_mla_sparse_fwd, flash_mla_with_kvcache=print)
+
+    def import_module(name):
+        if name != "vllm.dsv4_overlay.sparse_mla_attention":
+            raise ImportError(name)
+        return backend
+
+    monkeypatch.setattr(drop_in_calls.importlib, "import_module", import_module)
+    monkeypatch.setattr(drop_in_calls, "calls", drop_in_calls.collections.Counter())
+    drop_in_calls.watch()
+    backend.flash_mla_sparse_fwd()
+    assert drop_in_calls.DropInCalls().drop_in_calls() == {"flash_mla_sparse_fwd": 1}
+
+
+def test_the_reference_serves_and_is_counted(monkeypatch):
+    flash_mla = SimpleNamespace(pick_provider=lambda device: "sm90")
+    kernels = SimpleNamespace(flash_mla=flash_mla)
+    for name in ("vllm", "vllm.third_party"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.third_party.mla_kernels", kernels)
+    monkeypatch.delitem(sys.modules, "reference_attention", raising=False)
+    from reference_attention import ReferenceAttention
+
+    monkeypatch.delitem(sys.modules, "reference_attention")
+    before = ReferenceAttention().drop_in_calls().get("reference", 0)
+    assert flash_mla.pick_provider("cuda:0") == "reference"
+    assert ReferenceAttention().drop_in_calls()["reference"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "served_by, calls",
+    [
+        ("reference", {"flash_mla_sparse_fwd": 4, "reference": 4}),
+        ("ours", {"flash_mla_sparse_fwd": 4}),
+        ("flashmla", {}),
+    ],
+)
+def test_accuracy_is_of_who_served(served_by, calls):
+    accuracy_e2e.check_served(served_by, [calls, calls])
+    for other in {"reference", "ours", "flashmla"} - {served_by}:
+        with pytest.raises(RuntimeError, match=f"was served by {served_by}, not by {other}"):
+            accuracy_e2e.check_served(other, [calls])
+
+
+def test_runs_and_bars_of_sparse_mla(tmp_path, capsys):
+    checkpoint(tmp_path, model_type="glm_moe_dsa")
+    asked = ["--model", str(tmp_path), "--out", "x.json"]
+    args = accuracy_e2e.parse_args(asked)
+    assert args.runs == ["truth", "flashmla_bf16", "flashmla_fp8", "sparse_bf16", "sparse_fp8", "truth_fp8"]
+    assert {spec["env"]["VLLM_DSV4_DROP_IN"] for spec in args.specs.values()} == {"0"}
+    with pytest.raises(SystemExit):
+        accuracy_e2e.parse_args([*asked, "--runs", "drop_in"])
+    assert "unknown runs ['drop_in']" in capsys.readouterr().err
+    kl = {"truth|flashmla_bf16": 1e-4, "truth|sparse_bf16": 1.04e-4, "truth|flashmla_fp8": 1e-3,
+          "truth|sparse_fp8": 1.06e-3}  # fmt: skip
+    found = accuracy_e2e.bars({pair: {"decode": {"kl_mean": value}} for pair, value in kl.items()}, True)
+    assert [bar["passed"] for bar in found] == [True, False, None, None]
+    assert found[1]["bar"] == "decode: KL(truth|sparse_fp8) <= 1.05 KL(truth|flashmla_fp8)"
 
 
 def test_a_cache_is_compared_in_its_layout_and_every_block():
@@ -263,6 +386,30 @@ def test_throughput_of_several_starts(tmp_path):
     assert "121 (1.15, 1.00-1.43)" in text
     with pytest.raises(SystemExit):
         throughput.parse_args([*asked, "--repeat", "0"])
+
+
+def test_throughput_of_v32(tmp_path, capsys):
+    """A share of V3.2's real sizes, by each backend; ratios are to FlashMLA over the same cache."""
+    asked = ["--model", "v3.2", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
+    args = throughput.parse_args([*asked, "--share-of", "16", "--layers", "8"])
+    assert args.runs == ["flashmla_bf16", "sparse_bf16", "flashmla_fp8", "sparse_fp8"]
+    assert {throughput.ENVIRONMENT[name]["VLLM_DSV4_DROP_IN"] for name in args.runs} == {"0"}
+    config = json.loads((args.model / "config.json").read_text())
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_intermediate_size", "vocab_size")
+    assert [config[name] for name in sizes] == [8, 7168, 8, 128, 8080]
+    assert config["quantization_config"].get("ignored_layers", []) == []
+    arguments = throughput.engine_arguments(throughput.make_job(args, "sparse_fp8-2", None))
+    assert arguments["block_size"] == 64 and arguments.items() >= e2e.SPARSE_MLA["sparse_fp8"].items()
+    rates = {"flashmla_bf16": 100.0, "sparse_bf16": 130.0, "flashmla_fp8": 200.0, "sparse_fp8": 210.0}
+    runs = {name: {"prefill": {"tokens_per_second": rate}, "decode": {}} for name, rate in rates.items()}
+    ratios, _ = throughput.report(runs, [16])
+    assert {name: found["prefill"]["ratio"] for name, found in ratios.items()} == {
+        "sparse_bf16": 1.3, "sparse_fp8": 1.05
+    }  # fmt: skip
+    for wrong, words in (["--layers", "3"], "3 are dense"), (["--runs", "bf16"], "unknown runs"):
+        with pytest.raises(SystemExit):
+            throughput.parse_args([*asked, *wrong])
+        assert words in capsys.readouterr().err
 
 
 def test_samples_of_the_gpu(monkeypatch):

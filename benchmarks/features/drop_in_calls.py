@@ -1,4 +1,5 @@
-"""Counts the calls that the drop-in serves in a worker: a `worker_extension_cls` of vLLM's."""
+"""Counts the calls of FlashMLA's functions that our kernels serve in a worker, for the drop-in or for
+MLA_KERNELS_SPARSE: a `worker_extension_cls` of vLLM's."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ def counted(function: Callable) -> Callable:
 
 def watch() -> None:
     """Count from now on, in the patched vLLM and in the wheel."""
-    for package in ("vllm", "vllm_dsv4_overlay"):
+    # The drop-in looks its functions up where they are; MLA_KERNELS_SPARSE has them by names of its own.
+    drop_in = [f"{package}.third_party.mla_kernels.flash_mla" for package in ("vllm", "vllm_dsv4_overlay")]
+    for owner in (*drop_in, "vllm.dsv4_overlay.sparse_mla_attention"):
         with contextlib.suppress(ImportError):
-            module = importlib.import_module(f"{package}.third_party.mla_kernels.flash_mla")
+            module = importlib.import_module(owner)
             for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
                 setattr(module, name, counted(getattr(module, name)))
 

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import make_prompts, model_settings
+from e2e import SPARSE_MLA, make_prompts, model_settings
 
 from .comparison import CONTROL_KL, difference
-from .run import BASE, GRAPHS, MIXED_SIZES, SIZES, STEPS, Run, count_graphs, sampling, sequence, step
+from .run import BASE, FLASHMLA, GRAPHS, MIXED_SIZES, SIZES, STEPS, Run, count_graphs, sampling, sequence, step
 
 SPLITS = [63, 64, 65, 127, 128, 129, 255, 256, 257]
 
 
 @step()
 def reference(run: Run) -> None:
-    """The plain run; its noise and the control. With --backend stock, against that of FlashMLA."""
+    """The plain run; its noise and the control. Of stock and sparse_*, against that of FlashMLA."""
     run.start()
     run.generate(run.prompts)  # compiles what is vLLM's own
     together = run.generate(run.prompts, prompt_logprobs=True)
@@ -88,12 +88,12 @@ def prefix(run: Run) -> None:
     sparse = getattr(coordinator, "retention_interval", None) is not None
     for length in (300, 1500, 8000):
         shared, tail_a, tail_b, tail_c = make_prompts([length, 70, 90, 110], run.job["vocab"], seed=length)
-        expected = length // 256 * 256
+        expected = length // run.block * run.block
         run.llm.reset_prefix_cache()
         cold = run.generate([shared + tail_b])
         run.llm.reset_prefix_cache()
         run.generate([shared + tail_a])
-        if sparse and (len(shared + tail_a) - 1) // 256 * 256 > expected:
+        if sparse and (len(shared + tail_a) - 1) // run.block * run.block > expected:
             run.generate([shared + tail_c])
         warm = run.generate([shared + tail_b])
         found = dict(zip(names, hits[-1], strict=True))
@@ -123,6 +123,8 @@ def chunked(run: Run) -> None:
 def speculation(run: Run, drafts: int, **settings: Any) -> None:
     graphs = GRAPHS["compilation_config"] | {"cudagraph_capture_sizes": [s * (1 + drafts) for s in SIZES]}
     speculative = {"num_speculative_tokens": drafts, **settings}
+    if run.job["backend"] in SPARSE_MLA:  # vLLM chooses for the draft by itself
+        speculative["attention_backend"] = SPARSE_MLA[run.job["backend"]]["attention_backend"]
     run.start(**GRAPHS | {"compilation_config": graphs}, speculative_config=speculative, disable_log_stats=False)
     used = count_graphs()
     out = run.generate(run.prompts)
@@ -191,8 +193,9 @@ def offload_simple(run: Run) -> None:
 
 @step()
 def preemption(run: Run) -> None:
-    """Preemption and recomputation: 24 requests that start small and outgrow 264 blocks."""
-    run.start(**GRAPHS, max_model_len=2048, max_num_batched_tokens=512, num_gpu_blocks_override=264)
+    """Preemption and recomputation: 24 requests that start small and outgrow the cache."""
+    blocks = 264 if run.block == 256 else 40  # V4 has several groups of them
+    run.start(**GRAPHS, max_model_len=2048, max_num_batched_tokens=512, num_gpu_blocks_override=blocks)
     preempted: list[str] = []
     stock = run.scheduler._preempt_request
 
@@ -304,7 +307,7 @@ def long_context(run: Run) -> None:
     run.check("no block in use at the end", run.blocks_in_use() == 0, run.blocks_in_use())
 
 
-@step(backends=["flashmla", "stock"])
+@step(backends=FLASHMLA)
 def kv_cache(run: Run) -> None:
     """The KV cache as stock vLLM allocates it, and after a prompt its bytes, block by block in every layer."""
     run.start(kv_cache_memory_bytes=1 << 28)
@@ -328,22 +331,23 @@ def kv_cache(run: Run) -> None:
 
 def silence_attention() -> None:
     """Let sparse attention run and return zeros from now on: its rounding then reaches no row of a later layer."""
-    from vllm.v1.attention.ops import flashmla
 
-    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
-        function = getattr(flashmla, name)
-
+    def silenced(function: Any) -> Any:
         @functools.wraps(function)
-        def silent(*args: Any, _function: Any = function, **kwargs: Any) -> Any:
-            found = _function(*args, **kwargs)
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
             for out in (found[0], kwargs.get("out")):
                 if out is not None:
                     out.zero_()
             return found
 
-        for module in [m for n, m in sys.modules.items() if n.startswith("vllm.")]:
-            if vars(module).get(name) is function:
-                setattr(module, name, silent)
+        return silent
+
+    # FlashMLA's functions, and ours of the same names, wherever a backend has them from.
+    for module in [m for n, m in sys.modules.items() if n.startswith("vllm.")]:
+        for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+            if name in vars(module):
+                setattr(module, name, silenced(vars(module)[name]))
 
 
 def cache_of(layer: Any) -> Any:

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import import_flashinfer, log, make_prompts, model_settings, positions
+from e2e import (
+    DROP_IN,
+    SPARSE_MLA,
+    SPARSE_MLA_BASE,
+    STOCK_KERNELS,
+    has_sparse_mla,
+    import_flashinfer,
+    log,
+    make_prompts,
+    model_settings,
+    positions,
+)
 
 from .comparison import allowed, difference
 
@@ -25,11 +36,14 @@ BACKENDS = {
     "fp8": {"attention_backend": OURS, "kv_cache_dtype": "fp8_per_tensor"},
     "flashmla": {"kv_cache_dtype": "fp8"},  # vLLM's choice for these rows
     "stock": {"kv_cache_dtype": "fp8"},
+    **SPARSE_MLA,
 }
 # Without the drop-in FlashMLA is what it is in stock vLLM.
-ENVIRONMENT = {"flashmla": {"VLLM_DSV4_DROP_IN": "0"}, "stock": {"VLLM_DSV4_DROP_IN": "1"}}
+ENVIRONMENT = {"flashmla": STOCK_KERNELS, "stock": DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}
 # What a backend is measured against, if not its own plain run.
-BASE = {"stock": "flashmla"}
+BASE = {"stock": "flashmla", **SPARSE_MLA_BASE}
+# Over the rows of FlashMLA: it, and what is measured against it.
+FLASHMLA = [*BASE.values(), *BASE]
 LENGTHS = [5, 63, 64, 127, 128, 129, 255, 256, 300, 1000, 3000, 8192]
 STEPS, TOP, PROMPT_TOP = 48, 20, 8
 KV_GIB = 4
@@ -53,13 +67,14 @@ class Step:
 
     def lacks(self, backend: str, config: dict[str, Any]) -> str | None:
         """Why it cannot run here, with this backend on a checkpoint of this configuration; None if it can."""
-        if backend not in self.backends:
-            return f"is for --backend {' and '.join(self.backends)}"
         drafts = "mtp" if config.get("num_nextn_predict_layers") else None
         if "dspark_block_size" in config:
             drafts = "dspark"
         if self.drafts not in (None, drafts):
             return f"needs a checkpoint with drafts of {self.drafts}"
+        if backend not in self.backends:
+            of_the_model = [b for b in self.backends if (b in SPARSE_MLA) == (backend in SPARSE_MLA)]
+            return f"is for --backend {' and '.join(of_the_model)}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}"
         return None
@@ -122,6 +137,11 @@ class Run:
         return self.llm
 
     @property
+    def block(self) -> int:
+        """Tokens of a block, in V4 of its widest; V4.1 is taken for V4."""
+        return engine_arguments(self.job).get("block_size", 256)
+
+    @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
@@ -151,9 +171,9 @@ class Run:
         calls = self.llm.collective_rpc("drop_in_calls")
         served = [sum(of_a_worker.values()) for of_a_worker in calls]
         if self.job["backend"] in BASE:
-            self.check("the drop-in served every worker", min(served) > 0, calls)
+            self.check("our kernels served every worker", min(served) > 0, calls)
         else:
-            self.check("no drop-in served", max(served) == 0, calls)
+            self.check("no kernel of ours served", max(served) == 0, calls)
 
     def outputs(
         self, prompts: list[list[int]], steps: int, prompt_logprobs: bool = False, extra_args: list | None = None
@@ -219,10 +239,11 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         logprobs_mode="raw_logprobs",
         seed=0,
     )
-    if model_settings(Path(job["model"]))["model_type"].startswith("deepseek_v41"):
+    config = model_settings(Path(job["model"]))
+    if config["model_type"].startswith("deepseek_v41"):
         plain["language_model_only"] = True  # blocks are of 64 tokens: vLLM's choice on Hopper
     else:
-        plain["block_size"] = 256
+        plain["block_size"] = 64 if has_sparse_mla(config) else 256
     if job["backend"] in ENVIRONMENT:
         plain["worker_extension_cls"] = "features.drop_in_calls.DropInCalls"
     return plain | BACKENDS[job["backend"]] | changes

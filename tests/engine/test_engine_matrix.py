@@ -71,8 +71,10 @@ def test_stale_with_every_new_fact(repo, capsys):
 def test_what_a_check_is_about(repo):
     """What FlashMLA does by itself is about no series."""
     bars = [{"bar": "KL(truth|drop_in)", "passed": True}, {"bar": "KL(truth|bf16)", "passed": False}]
+    bars.append({"bar": "KL(truth|sparse_bf16)", "passed": True})  # of sparse-mla, which is no series here
     add_result(repo, "accuracy_e2e_a", bars=bars)
-    steps = {backend: {"prefix": {"ok": True}} for backend in ("flashmla", "stock", "bf16")}
+    backends = ("flashmla", "stock", "bf16", "flashmla_fp8", "sparse_fp8")
+    steps = {backend: {"prefix": {"ok": True}} for backend in backends}
     add_result(repo, "features_a", steps=steps)
     assert main([], repo) == 0
     row = "2 of 2 checks passed | 1 of 2 checks passed | not run |"

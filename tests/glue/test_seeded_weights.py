@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sparse_mla_series import tree_with_series  # noqa: F401
 from vllm.model_executor.model_loader import weight_utils
 
 HERE = Path(__file__).parent
@@ -25,3 +26,18 @@ def test_index_scores_of_dummy_weights(applied):
     indexer = {name.split(".indexer.")[1] for name in layer if ".indexer." in name}
     assert {"compressor.ape", "compressor.fused_wkv_wgate.weight", "compressor.norm.weight", "weights_proj.weight",
             "wq_b.weight"} <= indexer  # fmt: skip
+
+
+def test_index_scores_of_v32(tree_with_series):  # noqa: F811
+    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, HERE / "dummy_dsa_model.py", "v3.2", "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["distinct"] == 128 and found["finite"]
+    layer = {name.split(".layers.1.")[1] for name in found["names"] if ".layers.1." in name}
+    assert layer == {f"{name}.weight" for name in (
+        "input_layernorm", "post_attention_layernorm", "self_attn.fused_qkv_a_proj", "self_attn.q_a_layernorm",
+        "self_attn.kv_a_layernorm", "self_attn.indexer.wq_b", "self_attn.indexer.wk_weights_proj",
+        "self_attn.indexer.k_norm",
+    )}  # fmt: skip

@@ -1,8 +1,11 @@
 """MLA_KERNELS_SPARSE: vLLM's own classes around it, from a batch and the indexer's picks to attention, against the
 definition in float64; and what it refuses, before weights."""
 
+import importlib
 import inspect
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +184,59 @@ def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
         out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
     assert lse is None and workspace == [(200, 576)] * (prefill == "workspace")
     batch.check(out)
+
+
+@CACHES
+def test_what_benchmarks_count(cache_dtype, monkeypatch):
+    """The calls of this backend, and those that the float32 reference serves in its place."""
+    from vllm.third_party.mla_kernels import flash_mla, reference
+
+    for module in (flash_mla, sparse_mla_attention):
+        for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+            monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    monkeypatch.setattr(flash_mla, "pick_provider", flash_mla.pick_provider)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    for name in ("features.drop_in_calls", "reference_attention"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    drop_in_calls = importlib.import_module("features.drop_in_calls")
+    batch, counter = Batch(cache_dtype, padding=0), drop_in_calls.DropInCalls()
+    slots = torch.zeros(len(batch.q), TOPK, dtype=torch.int32)
+    name = "flash_mla_sparse_fwd" if cache_dtype == "auto" else "flash_mla_with_kvcache"
+    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, SCALE)
+    assert counter.drop_in_calls() == {name: 1}
+    from reference_attention import ReferenceAttention
+
+    served = []
+    flash_mla._load_provider.cache_clear()
+    monkeypatch.setattr(reference, "attend_reference", served.append)
+    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, SCALE)
+    flash_mla._load_provider.cache_clear()
+    assert len(served) == 1 and ReferenceAttention().drop_in_calls() == {name: 2, "reference": 1}
+
+
+@pytest.mark.skipif(NEWER, reason="0.33.0 has slots of its own")
+def test_slots_are_compiled_before_requests_wait(monkeypatch):
+    """What a layer launches when it is made is what a step launches: the same kernel, by what selects it."""
+    launched = []
+
+    def request_rows_to_slots(rows, request, table, block_size, prefill=None, starts=None):
+        aligned = [x.data_ptr() % 16 == 0 for x in (rows, request, table)]
+        launched.append((aligned, rows.stride(), rows.dtype, block_size % 16, prefill, starts))
+        return slots(rows, request, table, block_size, prefill, starts)
+
+    slots = sparse_mla_backend.request_rows_to_slots
+    monkeypatch.setattr(sparse_mla_backend, "request_rows_to_slots", request_rows_to_slots)
+    config, batch = settings("in_place"), Batch("auto")
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
+    impl = sparse_mla_backend.SparseMLAImpl(
+        HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None,
+        indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
+    )  # fmt: skip
+    assert len(launched) == 1
+    spec = SimpleNamespace(block_size=PAGE)
+    builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    impl.forward_mqa(batch.q, batch.cache, builder.build(0, batch.common), None)
+    assert launched[1:] == launched[:1]
 
 
 def test_chunks_of_prefills():

@@ -150,6 +150,10 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         self.topk_indices_buffer: torch.Tensor = indexer.topk_indices_buffer
         reserve_workspace()
+        # Compiled now, and not while requests wait: the slots of a token of none.
+        nobody = self.topk_indices_buffer.new_full((1,), -1)
+        rows = self.topk_indices_buffer[:1]
+        request_rows_to_slots(rows, nobody, nobody.view(1, 1), PAGE)
 
     def forward_mqa(
         self,
