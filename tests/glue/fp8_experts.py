@@ -1,7 +1,8 @@
 """Runs in a process of its own: MXFP4 experts in FP8 through vLLM's classes, its Triton kernels interpreted.
 
-In place of what needs a GPU: DeepGEMM's product and vLLM's quantisation of activations are their definitions, and
-Marlin leaves 7s. Prints what came of a layer, of conversions and of refusals.
+In place of what needs a GPU, or of BF16 products that the interpreter gets wrong: DeepGEMM's product, SwiGLU and
+the quantisation of activations are their definitions, and Marlin leaves 7s. Prints what came of a layer, of
+conversions and of refusals.
 """
 
 import importlib.machinery
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 import hopper  # before vLLM is imported: a Hopper GPU, though there is none
 import torch
+import torch.nn.functional as F
 from vllm.config import DeviceConfig, KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -31,8 +33,8 @@ def blocks(scales):
 
 
 class DeepGemm(types.ModuleType):
-    __spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
     rows = []
+    fp8_gemm_nt = print  # vLLM asks whether there is one
 
     def get_mk_alignment_for_contiguous_layout(self):
         return BLOCK
@@ -55,16 +57,30 @@ def quantised(x, values, scales, group, least, low, high, power_of_two, *_):
     values.copy_((grouped / scales[..., None]).clamp(low, high).view(x.shape))
 
 
+def swiglu_quantised(input, output, use_ue8m0, clamp_limit):
+    """What vLLM's silu_mul_per_token_group_quant_fp8_colmajor is for."""
+    gate, up = input.float().chunk(2, -1)
+    if clamp_limit is not None:
+        gate, up = gate.clamp(max=clamp_limit), up.clamp(-clamp_limit, clamp_limit)
+    scales = torch.empty(len(gate), gate.shape[1] // BLOCK)
+    quantised(F.silu(gate) * up, output, scales, BLOCK, 1e-10, -448.0, 448.0, use_ue8m0)
+    return output, scales
+
+
 sys.modules["deep_gemm"] = DEEP_GEMM = DeepGemm("deep_gemm")
+DEEP_GEMM.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
 hopper.library.define(
-    "per_token_group_fp8_quant(Tensor x, Tensor(a!) q, Tensor(b!) s, int group, float least, float low, float high, "
-    "bool ue8m0, bool column_major, bool tma_aligned) -> ()"
+    "per_token_group_fp8_quant(Tensor x, Tensor(a!) q, Tensor(b!) s, int group, float least, float low, "
+    "float high, bool ue8m0, bool column_major, bool tma_aligned) -> ()"
 )
 hopper.library.impl("per_token_group_fp8_quant", quantised, "CPU")
 
 
-def settings(**more):
-    return VllmConfig(device_config=DeviceConfig("cpu"), kernel_config=KernelConfig(moe_backend="marlin"), **more)
+def settings(least=None):
+    options = {} if least is None else {"dsv4_fp8_experts": least}
+    return VllmConfig(
+        device_config=DeviceConfig("cpu"), kernel_config=KernelConfig(moe_backend="marlin"), additional_config=options
+    )
 
 
 def made(config):
@@ -91,24 +107,25 @@ def loaded(config, weights):
 
 
 def of_layer():
+    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
-    from vllm.utils import deep_gemm
     from vllm.v1.worker import workspace
 
     MarlinExperts.apply = lambda self, output, **_: output.fill_(7)
     MarlinExperts.workspace_shapes = lambda self, m, n, k, *_: ((1,), (1,), (m, k))
-    MarlinExperts.moe_problem_size = lambda self, a, w1, w2, ids: (bench.EXPERTS, *a.shape, *a.shape[1:], bench.TOP_K)
+    MarlinExperts.moe_problem_size = lambda self, a, *_: (bench.EXPERTS, *a.shape, a.shape[1], bench.TOP_K)
     marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin = lambda layer, *tensors: tensors
+    deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor = swiglu_quantised
     torch.accelerator.empty_cache = lambda: None
     workspace.init_workspace_manager(torch.device("cpu"))
-    deep_gemm._fp8_gemm_nt_impl = DEEP_GEMM.m_grouped_fp8_gemm_nt_contiguous
-    weights, config = bench.weights(1, "cpu"), settings(additional_config={"dsv4_fp8_experts": LEAST})
-    layer = loaded(config, weights)
-    answers = {"warmed_up": sorted(set(DEEP_GEMM.rows))}
+    weights = bench.weights(1, "cpu")
+    layer = loaded(settings(LEAST), weights)
+    answers = {"warmed_up": [len(DEEP_GEMM.rows), max(DEEP_GEMM.rows)]}
     found = {}
     for tokens in (1, LEAST - 1, LEAST, TOKENS):
         x, route, chosen = bench.inputs(tokens, "cpu")
+        x = x * 10  # so that the limit cuts off
         DEEP_GEMM.rows.clear()
         result = layer.quant_method.apply(layer, x, route, chosen, None, None).float()
         expected = bench.reference(weights, x, route, chosen)
@@ -116,7 +133,7 @@ def of_layer():
         found[tokens] = {"products": len(DEEP_GEMM.rows), "sevens": bool((result == 7).all()), "error": error}
     answers["calls"] = found
     weights["w2_weight_scale"][1, 5, 0] = 90  # 29 binades below the others of its block
-    kept = loaded(config, weights).quant_method.moe_kernel.impl
+    kept = loaded(settings(LEAST), weights).quant_method.moe_kernel.impl
     off = loaded(settings(), weights).quant_method.moe_kernel.impl
     return answers | {"inexact": type(kept).__name__, "off": type(off).__name__}
 
@@ -156,19 +173,20 @@ def refusals():
     found["Blackwell"] = refusal()
     hopper.CAPABILITY, fp8_experts.get_current_vllm_config = hopper.DeviceCapability(9, 0), stock
     try:
-        made(settings(additional_config={"dsv4_fp8_experts": "all"}))
+        made(settings("all"))
     except ValueError as error:
         found["seam"] = str(error)
     return found
 
 
 def conversions():
-    """(exact as it says, exact) of one expert of 256 x 256 values, whose second quarter has scales so far apart."""
+    """(exact as it says, exact) of an expert of 256 x 256 values; a quarter has scales so far apart."""
     from vllm.dsv4_overlay.fp8_experts import to_e4m3
 
     def case(span=0, code=None, top=130, other=None):
         codes = torch.randint(0, 256, (2, 256, 128), dtype=torch.uint8)
-        scales = torch.full((2, 256, 8), top, dtype=torch.uint8)
+        scales = torch.full((2, 256, 8), 130, dtype=torch.uint8)
+        scales[1] = top
         scales[1, :128, 5] = top - span if other is None else other
         if code is not None:
             codes[1, :128, 80:96] = code
@@ -182,8 +200,8 @@ def conversions():
 
     return {
         **{f"{span}": case(span) for span in (0, 1, 7, 13, 14, 15, 16, 30, 100)},
-        "17 of 4": case(17, 0x66), "17 of -4": case(17, 0xEE), "18 of 4": case(18, 0x66), "16 of 3": case(16, 0x55),
-        "15 of 3": case(15, 0x55), "16 of 1.5": case(16, 0x33), "100 of 0": case(100, 0x80),
+        "17 of 4": case(17, 0x66), "17 of -4": case(17, 0xEE), "18 of 4": case(18, 0x66),
+        "15 of 3": case(15, 0x55), "16 of 3": case(16, 0x55), "16 of 1.5": case(16, 0x33), "100 of 0": case(100, 0x80),
         "0 far above": case(0, 0x00, other=254), "NaN": case(other=255), "NaN of 0": case(0, 0x00, other=255),
         "least": case(top=7), "below": case(top=6), "greatest": case(top=254),
     }  # fmt: skip

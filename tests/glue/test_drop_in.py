@@ -447,7 +447,8 @@ def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper,
         sentence = r"^VLLM_DSV4_DROP_IN is 'off'; it may be 1, or 0, [^.]*\.$"
     elif where == "name":
         hopper.additional_config["dsv4_dropin"] = False
-        sentence = r"^--additional-config has no option dsv4_dropin; .* are dsv4_drop_in, dsv4_scales and dsv4_fp8_experts\.$"
+        options = "dsv4_drop_in, dsv4_scales and dsv4_fp8_experts"
+        sentence = rf"^--additional-config has no option dsv4_dropin; .* are {options}\.$"
     else:
         hopper.additional_config[drop_in.SETTING] = "false"
         sentence = r"^dsv4_drop_in in --additional-config is 'false'; it may be true, or false, [^.]*\.$"
@@ -468,7 +469,7 @@ def test_either_setting_switches_off(value, setting, on, monkeypatch):
 
 
 def test_fp8_experts_need_their_series(monkeypatch):
-    with pytest.raises(ValueError, match=r"^dsv4_fp8_experts .* needs the series fp8-experts, which is not applied\.$"):
+    with pytest.raises(ValueError, match=r"^dsv4_fp8_experts .* series fp8-experts, which is not applied\.$"):
         drop_in.switched_on({"dsv4_fp8_experts": 512})
     monkeypatch.setattr(drop_in.importlib.util, "find_spec", {"vllm.dsv4_overlay.fp8_experts": "found"}.get)
     assert drop_in.switched_on({"dsv4_fp8_experts": 512})
