@@ -79,7 +79,9 @@ hopper.library.impl("per_token_group_fp8_quant", quantised, "CPU")
 def settings(least=None):
     options = {} if least is None else {"dsv4_fp8_experts": least}
     return VllmConfig(
-        device_config=DeviceConfig("cpu"), kernel_config=KernelConfig(moe_backend="marlin"), additional_config=options
+        device_config=DeviceConfig("cpu"),
+        kernel_config=KernelConfig(moe_backend="marlin"),
+        additional_config=options,
     )
 
 
@@ -201,9 +203,10 @@ def conversions():
     return {
         **{f"{span}": case(span) for span in (0, 1, 7, 13, 14, 15, 16, 30, 100)},
         "17 of 4": case(17, 0x66), "17 of -4": case(17, 0xEE), "18 of 4": case(18, 0x66),
-        "15 of 3": case(15, 0x55), "16 of 3": case(16, 0x55), "16 of 1.5": case(16, 0x33), "100 of 0": case(100, 0x80),
-        "0 far above": case(0, 0x00, other=254), "NaN": case(other=255), "NaN of 0": case(0, 0x00, other=255),
-        "least": case(top=7), "below": case(top=6), "greatest": case(top=254),
+        "15 of 3": case(15, 0x55), "16 of 3": case(16, 0x55), "16 of 1.5": case(16, 0x33),
+        "100 of 0": case(100, 0x80), "0 far above": case(0, 0x00, other=254), "NaN": case(other=255),
+        "NaN of 0": case(0, 0x00, other=255), "least": case(top=7), "below": case(top=6),
+        "greatest": case(top=254),
     }  # fmt: skip
 
 

@@ -468,10 +468,12 @@ def test_either_setting_switches_off(value, setting, on, monkeypatch):
     assert drop_in.switched_on(options) is on
 
 
-def test_fp8_experts_need_their_series(monkeypatch):
+def test_fp8_experts_need_their_series(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"^dsv4_fp8_experts .* series fp8-experts, which is not applied\.$"):
         drop_in.switched_on({"dsv4_fp8_experts": 512})
-    monkeypatch.setattr(drop_in.importlib.util, "find_spec", {"vllm.dsv4_overlay.fp8_experts": "found"}.get)
+    (tmp_path / "dsv4_overlay").mkdir()
+    (tmp_path / "dsv4_overlay/fp8_experts.py").touch()
+    monkeypatch.setattr(drop_in.vllm, "__file__", str(tmp_path / "__init__.py"))
     assert drop_in.switched_on({"dsv4_fp8_experts": 512})
 
 

@@ -10,13 +10,14 @@ before that, or without it, is FlashMLA's.
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 
@@ -24,8 +25,7 @@ logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
-_FP8_EXPERTS = "fp8_experts"  # a module of a series on request
-_OPTIONS = (SETTING, "dsv4_scales", f"dsv4_{_FP8_EXPERTS}")
+_OPTIONS = (SETTING, "dsv4_scales", "dsv4_fp8_experts")
 _PROVIDER = "sm90"
 # The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
 # rows and prefills over BF16; V3.2 pads either call by itself.
@@ -131,7 +131,8 @@ def switched_on(additional_config: object) -> bool:
 
 
 def _has_fp8_experts() -> bool:
-    return importlib.util.find_spec(f"{__package__}.{_FP8_EXPERTS}") is not None
+    # Not by this module's package, which the wheel has under another name.
+    return (Path(vllm.__file__).parent / "dsv4_overlay/fp8_experts.py").is_file()
 
 
 def _decide(additional_config: object) -> None:

@@ -10,6 +10,8 @@ hold, stay with Marlin. N is compared with a tensor's shape inside vLLM's operat
 what was compiled or captured for a number of tokens has the kernels for that number.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config
@@ -17,6 +19,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import has_deep_gemm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe import FusedMoE, FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
 logger = init_logger(__name__)
 
@@ -32,13 +40,9 @@ _GIB = 1 << 30
 Converted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def least_tokens(moe, backend) -> int | None:
-    """N, or None if FP8 products are not asked for. Called when a layer is made: no
-    weight is loaded yet.
-
-    Args:
-        moe: the layer's FusedMoEConfig.
-        backend: the Mxfp4MoeBackend that vLLM chose.
+def least_tokens(moe: "FusedMoEConfig", backend: "Mxfp4MoeBackend") -> int | None:
+    """N, or None if FP8 products are not asked for. Called when a layer is made, with
+    the backend that vLLM chose: no weight is loaded yet.
 
     Raises:
         ValueError: the option is not a number of tokens that a step can have, or this
@@ -55,7 +59,12 @@ def least_tokens(moe, backend) -> int | None:
     return least
 
 
-def _misfit(least, moe, backend, config) -> str | None:
+def _misfit(
+    least: object,
+    moe: "FusedMoEConfig",
+    backend: "Mxfp4MoeBackend",
+    config: "VllmConfig",
+) -> str | None:
     if not isinstance(least, int) or isinstance(least, bool) or least < 1:
         return (
             f"is {least!r}; it may be the number of tokens, 1 or more, from which on "
@@ -99,7 +108,7 @@ def _misfit(least, moe, backend, config) -> str | None:
     return None
 
 
-def _unsupported(moe) -> str | None:
+def _unsupported(moe: "FusedMoEConfig") -> str | None:
     from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
         DeepGemmExperts,
     )
@@ -119,8 +128,8 @@ def to_e4m3(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """MXFP4 weights in E4M3, with the very same values.
 
-    A scale's block is exact if its MXFP4 scales (where values are not zero) are at most
-    14 binades apart, and further where its values leave E4M3 room.
+    That works if the MXFP4 scales in a block of 128x128 values are at most 14 powers of
+    two apart (not counting those of zeros), or further if its values leave room.
 
     Args:
         codes: uint8 [experts, n, k / 2], two E2M1 codes a byte, the lower half first;
@@ -142,12 +151,18 @@ def to_e4m3(
     return weight, scale, exact
 
 
-def _convert(codes, scales, weight, scale, exact) -> None:
+def _convert(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    exact: torch.Tensor,
+) -> None:
+    """`to_e4m3` of one expert, into the last three."""
     n, k = weight.shape
-    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
-    values = torch.cat([e2m1, -e2m1])[
-        torch.stack([codes & 15, codes >> 4], -1).view(n, -1, _GROUP).int()
-    ]
+    e2m1 = codes.new_tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32)
+    pairs = torch.stack([codes & 15, codes >> 4], -1).view(n, -1, _GROUP)
+    values = torch.cat([e2m1, -e2m1])[pairs.int()]
     exponents = scales.int()
     in_use = torch.where((values != 0).any(-1), exponents, -1)
     blocks = n // _BLOCK, _BLOCK, k // _BLOCK, _BLOCK // _GROUP
@@ -169,7 +184,7 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
     return (biased << 23).view(torch.float32)
 
 
-def convert(layer) -> Converted | None:
+def convert(layer: "FusedMoE") -> Converted | None:
     """A layer's weights and scales in FP8, w13's and w2's, before Marlin rearranges
     what was loaded; None, with a line in the log, if they are not exact."""
     found, inexact = [], 0
@@ -191,9 +206,9 @@ def convert(layer) -> Converted | None:
     return None
 
 
-def join(method, layer, converted: Converted) -> None:
-    """Give calls of many tokens to DeepGEMM, in the kernel that `method`, the layer's
-    Mxfp4MoEMethod, has made for Marlin."""
+def join(method: "Mxfp4MoEMethod", converted: Converted) -> None:
+    """Give calls of many tokens to DeepGEMM, in the kernel that `method` has made for
+    Marlin."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
         DeepGemmExperts,
