@@ -3,7 +3,8 @@
 
     python benchmarks/experts.py --out benchmarks/results/experts_h200.json
 
-Needs a GPU and vLLM 0.21.0 to 0.23.0; Humming before 0.23.0 also the series `humming-experts`. No GPU has run it.
+Needs a GPU and vLLM 0.21.0 to 0.23.0; Humming before 0.23.0 also the series `humming-experts`, and FP8 weights
+(`fp8`, by DeepGEMM) the series `fp8-experts`. No GPU has run it.
 For the share of one of four and one of eight tensor-parallel GPUs (every expert's width divided): random weights,
 a router that takes six of 256 experts by chance, 1 to 8192 tokens; no shared experts, nothing sent between GPUs.
 Every backend gets the same and has to agree with float32 on the dequantised weights, or its time is not told but
@@ -39,6 +40,7 @@ BACKENDS = {
     "humming_fp8": ("humming", "float8e4m3"),
     "triton": ("triton_unfused", None),
     "flashinfer": ("flashinfer_cutlass", None),
+    "fp8": ("marlin", None),  # and dsv4_fp8_experts, from one token on
 }
 LARGEST_ERROR = 0.1  # relative, of an output: BF16 products have about 0.005, E4M3 ones 0.04
 CHECKED = 64  # tokens
@@ -94,7 +96,8 @@ def backend(name: str, share_of: int, of: Weights) -> Callable[..., torch.Tensor
     of_v4 = SimpleNamespace(get_quant_method=lambda layer, prefix: Mxfp4MoEMethod(layer.moe_config))
     moe_backend, a_dtype = BACKENDS[name]
     os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"] = json.dumps({"dtype": a_dtype} if a_dtype else {})
-    config = VllmConfig(kernel_config=KernelConfig(moe_backend=moe_backend))
+    options = {"dsv4_fp8_experts": 1} if name == "fp8" else {}
+    config = VllmConfig(kernel_config=KernelConfig(moe_backend=moe_backend), additional_config=options)
     with set_current_vllm_config(config), torch.device("cuda"):
         layer = FusedMoE(
             num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, intermediate_size=WIDTH // share_of,
@@ -105,6 +108,8 @@ def backend(name: str, share_of: int, of: Weights) -> Callable[..., torch.Tensor
             getattr(layer, key).data.copy_(value)
         layer.moe_config.disable_inplace = True  # as with shared experts
         layer.quant_method.process_weights_after_loading(layer)
+    if options and not getattr(layer.quant_method, "fp8_from", None):
+        raise RuntimeError("needs the series fp8-experts, which is not applied")
 
     def call(x: torch.Tensor, route: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         with set_current_vllm_config(config), set_forward_context(None, config):

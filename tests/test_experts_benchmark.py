@@ -72,5 +72,5 @@ def test_rounds_and_table():
     assert found["rounds"]["marlin"] == [30.0, 10.0, 20.0] and found["error"]["marlin"] == 0.003
     lines = bench.table([found]).splitlines()
     assert lines[0].split() == ["one", "of", "tokens", *bench.BACKENDS]
-    assert lines[1].split() == ["4", "16", "20.0", "(1.00)", "10.0", "(2.00)", "-", "-", "-"]
+    assert lines[1].split() == ["4", "16", "20.0", "(1.00)", "10.0", "(2.00)", "-", "-", "-", "-"]
     assert lines[2:] == ["flashinfer: no such kernel"]

@@ -447,7 +447,8 @@ def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper,
         sentence = r"^VLLM_DSV4_DROP_IN is 'off'; it may be 1, or 0, [^.]*\.$"
     elif where == "name":
         hopper.additional_config["dsv4_dropin"] = False
-        sentence = r"^--additional-config has no option dsv4_dropin; .* are dsv4_drop_in and dsv4_scales\.$"
+        options = "dsv4_drop_in, dsv4_scales and dsv4_fp8_experts"
+        sentence = rf"^--additional-config has no option dsv4_dropin; .* are {options}\.$"
     else:
         hopper.additional_config[drop_in.SETTING] = "false"
         sentence = r"^dsv4_drop_in in --additional-config is 'false'; it may be true, or false, [^.]*\.$"
@@ -465,6 +466,15 @@ def test_either_setting_switches_off(value, setting, on, monkeypatch):
         monkeypatch.setenv(drop_in.VARIABLE, value)
     options = {} if setting is None else {drop_in.SETTING: setting}
     assert drop_in.switched_on(options) is on
+
+
+def test_fp8_experts_need_their_series(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"^dsv4_fp8_experts .* series fp8-experts, which is not applied\.$"):
+        drop_in.switched_on({"dsv4_fp8_experts": 512})
+    (tmp_path / "dsv4_overlay").mkdir()
+    (tmp_path / "dsv4_overlay/fp8_experts.py").touch()
+    monkeypatch.setattr(drop_in.vllm, "__file__", str(tmp_path / "__init__.py"))
+    assert drop_in.switched_on({"dsv4_fp8_experts": 512})
 
 
 def test_options_of_others_are_theirs():

@@ -39,7 +39,8 @@ def test_all_series_of_the_release_are_applied(record, stack):
 
 
 @pytest.mark.parametrize(
-    "name", ["drop-in", "full-width", "humming-experts", "quantised-linears", "sparse-mla", None, "every"]
+    "name",
+    ["drop-in", "fp8-experts", "full-width", "humming-experts", "quantised-linears", "sparse-mla", None, "every"],
 )
 def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, name):
     """Onto the files they touch or rely on, as released; what they make is Python, and every byte comes back."""
@@ -68,6 +69,7 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     for file, users in {
         "vllm/dsv4_overlay/backend.py": {"full-width", "sparse-mla"},
         "vllm/dsv4_overlay/experts.py": {"humming-experts"},
+        "vllm/dsv4_overlay/fp8_experts.py": {"fp8-experts"},
         "vllm/dsv4_overlay/quantised_linears.py": {"quantised-linears"},
         "vllm/dsv4_overlay/sparse_mla.py": {"sparse-mla"},
         "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width", "sparse-mla"},

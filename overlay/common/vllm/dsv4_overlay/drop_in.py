@@ -12,10 +12,12 @@ before that, or without it, is FlashMLA's.
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 
@@ -23,7 +25,7 @@ logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
-_OPTIONS = (SETTING, "dsv4_scales")
+_OPTIONS = (SETTING, "dsv4_scales", "dsv4_fp8_experts")
 _PROVIDER = "sm90"
 # The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
 # rows and prefills over BF16; V3.2 pads either call by itself.
@@ -98,7 +100,8 @@ def switched_on(additional_config: object) -> bool:
 
     Raises:
         ValueError: one of them says something else, or --additional-config has an
-            option of the overlay that there is not. One sentence.
+            option of the overlay that there is not, or whose series is not applied.
+            One sentence.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
@@ -111,8 +114,13 @@ def switched_on(additional_config: object) -> bool:
         if str(name).startswith("dsv4_") and name not in (*_OPTIONS, _WIDTHS_FOUND):
             raise ValueError(
                 f"--additional-config has no option {name}; those of the overlay are "
-                f"{' and '.join(_OPTIONS)}."
+                f"{', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}."
             )
+    if _OPTIONS[-1] in options and not _has_fp8_experts():
+        raise ValueError(
+            f"{_OPTIONS[-1]} in --additional-config needs the series fp8-experts, "
+            "which is not applied."
+        )
     setting = options.get(SETTING)
     if not (setting is None or isinstance(setting, bool)):
         raise ValueError(
@@ -120,6 +128,11 @@ def switched_on(additional_config: object) -> bool:
             "false, which leaves sparse attention to FlashMLA."
         )
     return value != "0" and setting is not False
+
+
+def _has_fp8_experts() -> bool:
+    # Not by this module's package, which the wheel has under another name.
+    return (Path(vllm.__file__).parent / "dsv4_overlay/fp8_experts.py").is_file()
 
 
 def _decide(additional_config: object) -> None:

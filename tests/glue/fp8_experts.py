@@ -1,0 +1,225 @@
+"""Runs in a process of its own: MXFP4 experts in FP8 through vLLM's classes, its Triton kernels interpreted.
+
+In place of what needs a GPU, or of BF16 products that the interpreter gets wrong: DeepGEMM's product, SwiGLU and
+the quantisation of activations are their definitions, and Marlin leaves 7s. Prints what came of a layer, of
+conversions and of refusals.
+"""
+
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import hopper  # before vLLM is imported: a Hopper GPU, though there is none
+import torch
+import torch.nn.functional as F
+from vllm.config import DeviceConfig, KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import experts as bench
+
+# 128 values of each expert's width on the GPU; some tokens for each expert, and tiles of 128 rows nearly empty.
+bench.HIDDEN, bench.WIDTH, bench.EXPERTS, bench.TOP_K = 1024, 128, 4, 2
+LEAST, TOKENS = 24, 40
+BLOCK = 128
+
+
+def blocks(scales):
+    return scales.repeat_interleave(BLOCK, -1)
+
+
+class DeepGemm(types.ModuleType):
+    rows = []
+    fp8_gemm_nt = print  # vLLM asks whether there is one
+
+    def get_mk_alignment_for_contiguous_layout(self):
+        return BLOCK
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, ids, disable_ue8m0_cast):
+        self.rows.append(out.shape[0])
+        for expert in ids.unique().tolist():
+            if expert < 0:
+                continue
+            rows = ids == expert
+            weight = b[0][expert].float() * blocks(blocks(b[1][expert]).T).T
+            out[rows] = ((a[0][rows].float() * blocks(a[1][rows])) @ weight.T).to(out.dtype)
+
+
+def quantised(x, values, scales, group, least, low, high, power_of_two, *_):
+    """What torch.ops._C.per_token_group_fp8_quant is for."""
+    grouped = x.float().view(*scales.shape, group)
+    scale = grouped.abs().amax(-1).clamp(min=least) / high
+    scales.copy_(torch.exp2(scale.log2().ceil()) if power_of_two else scale)
+    values.copy_((grouped / scales[..., None]).clamp(low, high).view(x.shape))
+
+
+def swiglu_quantised(input, output, use_ue8m0, clamp_limit):
+    """What vLLM's silu_mul_per_token_group_quant_fp8_colmajor is for."""
+    gate, up = input.float().chunk(2, -1)
+    if clamp_limit is not None:
+        gate, up = gate.clamp(max=clamp_limit), up.clamp(-clamp_limit, clamp_limit)
+    scales = torch.empty(len(gate), gate.shape[1] // BLOCK)
+    quantised(F.silu(gate) * up, output, scales, BLOCK, 1e-10, -448.0, 448.0, use_ue8m0)
+    return output, scales
+
+
+sys.modules["deep_gemm"] = DEEP_GEMM = DeepGemm("deep_gemm")
+DEEP_GEMM.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+hopper.library.define(
+    "per_token_group_fp8_quant(Tensor x, Tensor(a!) q, Tensor(b!) s, int group, float least, float low, "
+    "float high, bool ue8m0, bool column_major, bool tma_aligned) -> ()"
+)
+hopper.library.impl("per_token_group_fp8_quant", quantised, "CPU")
+
+
+def settings(least=None):
+    options = {} if least is None else {"dsv4_fp8_experts": least}
+    return VllmConfig(
+        device_config=DeviceConfig("cpu"),
+        kernel_config=KernelConfig(moe_backend="marlin"),
+        additional_config=options,
+    )
+
+
+def made(config):
+    """The layer, before its weights are loaded."""
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    quantisation = SimpleNamespace(get_quant_method=lambda layer, prefix: Mxfp4MoEMethod(layer.moe_config))
+    with set_current_vllm_config(config):
+        return FusedMoE(
+            num_experts=bench.EXPERTS, top_k=bench.TOP_K, hidden_size=bench.HIDDEN, intermediate_size=bench.WIDTH,
+            tp_size=1, params_dtype=torch.bfloat16, quant_config=quantisation, swiglu_limit=bench.LIMIT,
+            scoring_func="sqrtsoftplus", e_score_correction_bias=torch.zeros(bench.EXPERTS), prefix="ffn.experts",
+        )  # fmt: skip
+
+
+def loaded(config, weights):
+    layer = made(config)
+    for name, value in weights.items():
+        getattr(layer, name).data.copy_(value)
+    with set_current_vllm_config(config):
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def of_layer():
+    from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+    from vllm.v1.worker import workspace
+
+    MarlinExperts.apply = lambda self, output, **_: output.fill_(7)
+    MarlinExperts.workspace_shapes = lambda self, m, n, k, *_: ((1,), (1,), (m, k))
+    MarlinExperts.moe_problem_size = lambda self, a, *_: (bench.EXPERTS, *a.shape, a.shape[1], bench.TOP_K)
+    marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin = lambda layer, *tensors: tensors
+    deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor = swiglu_quantised
+    torch.accelerator.empty_cache = lambda: None
+    workspace.init_workspace_manager(torch.device("cpu"))
+    weights = bench.weights(1, "cpu")
+    layer = loaded(settings(LEAST), weights)
+    answers = {"warmed_up": [len(DEEP_GEMM.rows), max(DEEP_GEMM.rows)]}
+    found = {}
+    for tokens in (1, LEAST - 1, LEAST, TOKENS):
+        x, route, chosen = bench.inputs(tokens, "cpu")
+        x = x * 10  # so that the limit cuts off
+        DEEP_GEMM.rows.clear()
+        result = layer.quant_method.apply(layer, x, route, chosen, None, None).float()
+        expected = bench.reference(weights, x, route, chosen)
+        error = float((result - expected).norm() / expected.norm())
+        found[tokens] = {"products": len(DEEP_GEMM.rows), "sevens": bool((result == 7).all()), "error": error}
+    answers["calls"] = found
+    weights["w2_weight_scale"][1, 5, 0] = 90  # 29 binades below the others of its block
+    kept = loaded(settings(LEAST), weights).quant_method.moe_kernel.impl
+    off = loaded(settings(), weights).quant_method.moe_kernel.impl
+    return answers | {"inexact": type(kept).__name__, "off": type(off).__name__}
+
+
+def refusals():
+    from vllm.dsv4_overlay import fp8_experts
+
+    def refusal(least=512, moe=None, backend="MARLIN", **config):
+        fp8_experts.get_current_vllm_config = lambda: SimpleNamespace(
+            additional_config={"dsv4_fp8_experts": least},
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+            parallel_config=None,
+            model_config=SimpleNamespace(get_num_layers=lambda parallel: 43),
+        )
+        try:
+            return fp8_experts.least_tokens(moe or flash, SimpleNamespace(value=backend))
+        except ValueError as error:
+            return str(error)
+
+    stock = fp8_experts.get_current_vllm_config
+    moe = made(settings()).moe_config
+    flash = replace(
+        moe, num_experts=256, num_local_experts=256, hidden_dim=4096, intermediate_size_per_partition=512
+    )
+    parallel = moe.moe_parallel_config
+    found = {"none": refusal(None), "one of four": refusal()}
+    found |= {f"{least!r}": refusal(least) for least in (True, 0, "512", 1.5, 8193)}
+    found["EP"] = refusal(moe=replace(flash, moe_parallel_config=replace(parallel, use_ep=True)))
+    found["DP"] = refusal(moe=replace(flash, moe_parallel_config=replace(parallel, dp_size=2)))
+    found["Humming"] = refusal(backend="HUMMING")
+    found["LoRA"] = refusal(moe=replace(flash, is_lora_enabled=True))
+    found["hidden"] = refusal(moe=replace(flash, hidden_dim=4224))
+    found["one of two"] = refusal(moe=replace(flash, intermediate_size_per_partition=1024))
+    has, fp8_experts.has_deep_gemm = fp8_experts.has_deep_gemm, lambda: False
+    found["DeepGEMM"] = refusal()
+    fp8_experts.has_deep_gemm, hopper.CAPABILITY = has, hopper.DeviceCapability(10, 0)
+    found["Blackwell"] = refusal()
+    hopper.CAPABILITY, fp8_experts.get_current_vllm_config = hopper.DeviceCapability(9, 0), stock
+    try:
+        made(settings("all"))
+    except ValueError as error:
+        found["seam"] = str(error)
+    return found
+
+
+def conversions():
+    """(exact as it says, exact) of an expert of 256 x 256 values; a quarter has scales so far apart."""
+    from vllm.dsv4_overlay.fp8_experts import to_e4m3
+
+    def case(span=0, code=None, top=130, other=None):
+        codes = torch.randint(0, 256, (2, 256, 128), dtype=torch.uint8)
+        scales = torch.full((2, 256, 8), 130, dtype=torch.uint8)
+        scales[1] = top
+        scales[1, :128, 5] = top - span if other is None else other
+        if code is not None:
+            codes[1, :128, 80:96] = code
+        weight, scale, exact = to_e4m3(codes, scales)
+        values = torch.tensor([*bench.E2M1, *(-value for value in bench.E2M1)], dtype=torch.float64)
+        values = values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
+        values = values * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+        same = weight.double() * blocks(blocks(scale.double()).transpose(1, 2)).transpose(1, 2) == values
+        assert exact[0] and same[0].all() and weight.dtype == torch.float8_e4m3fn
+        return bool(exact[1]), bool(same[1].all())
+
+    return {
+        **{f"{span}": case(span) for span in (0, 1, 7, 13, 14, 15, 16, 30, 100)},
+        "17 of 4": case(17, 0x66), "17 of -4": case(17, 0xEE), "18 of 4": case(18, 0x66),
+        "15 of 3": case(15, 0x55), "16 of 3": case(16, 0x55), "16 of 1.5": case(16, 0x33),
+        "100 of 0": case(100, 0x80), "0 far above": case(0, 0x00, other=254), "NaN": case(other=255),
+        "NaN of 0": case(0, 0x00, other=255), "least": case(top=7), "below": case(top=6),
+        "greatest": case(top=254),
+    }  # fmt: skip
+
+
+def main():
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    torch.manual_seed(0)
+    torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda *_: (9, 0), lambda *_: "NVIDIA H200"
+    hopper.platforms._current_platform.device_type = "cpu"
+    init_distributed_environment(1, 0, f"file://{os.getcwd()}/group", 0, "gloo")
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=ParallelConfig())):
+        initialize_model_parallel(1)
+    print("\n" + json.dumps({"layer": of_layer(), "refusals": refusals(), "conversions": conversions()}))
+
+
+main()
