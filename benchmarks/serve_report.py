@@ -14,8 +14,25 @@ from typing import Any
 TRACE = "*rank0*.json.gz"
 # Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
 ATTENTION = re.compile(
-    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn|splitkv|sparse_mla|_attend_kernel|_merge_kernel"
+    # vLLM's compressor has sparse_attn_compress in its kernels' names.
+    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn(?!_compress)|splitkv|sparse_mla|"
+    "_attend_kernel|_merge_kernel"
 )
+# The kernels of a step by what they are for, as vLLM 0.22.1 and the overlay name them; the first that fits counts.
+KINDS = {
+    "attention": ATTENTION,
+    "experts": re.compile("(?i)marlin|humming|moe|expert|topkGating|act_and_mul"),
+    "FP8 products": re.compile("deep_gemm::.*fp8.*gemm"),
+    "quantisation": re.compile("scale_1x128|quant_(8bit|per_head)|fp8_quant"),
+    "compressors and inserts": re.compile("(?i)compress_norm|_compress_|insert|save_partial_states"),
+    "index tables": re.compile("_indices_and_lens|_slot_mapping|c128a_topk|_build_kernel|topk_swa_indices"),
+    "top-k": re.compile("persistent_topk|top_k_per_row"),
+    "index scores": re.compile("mqa_logits|(?i:indexer_?q)"),
+    "mHC": re.compile("mhc_|hc_head|hc_prenorm"),
+    "fills": re.compile("FillFunctor"),
+    "BF16 products": re.compile("nvjet|cublas|gemm"),
+}
+OTHER = "all else"
 COMPILED = "*: kernels were compiled while the clock ran, so not to be compared"
 # Key in the result of `vllm bench serve` or of `row_of`, heading, factor.
 COLUMNS = [
@@ -34,7 +51,8 @@ GOODPUT = ("request_goodput", "good prompts a second", 1.0)
 
 
 def attention_share(folder: Path) -> dict[str, Any]:
-    """GPU time of a decode step and what of it is attention, from rank 0's trace, with the longest kernels."""
+    """GPU time of a decode step and what of it is attention, from rank 0's trace, with all kinds of kernels, the
+    launches of each, and the longest kernels."""
     traces = sorted(folder.glob(TRACE))
     if not traces:
         sys.exit(f"error: the profiler left no trace in {folder}.")
@@ -48,8 +66,13 @@ def attention_share(folder: Path) -> dict[str, Any]:
             f"error: {traces[-1]} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again."
         )
     times: dict[str, float] = {}
+    kinds = {kind: [0.0, 0.0] for kind in (*KINDS, OTHER)}
     for event in kernels:
-        times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / len(steps)
+        name, time = event["name"], event["dur"] / len(steps)
+        times[name] = times.get(name, 0.0) + time
+        kind = kinds[next((kind for kind, names in KINDS.items() if names.search(name)), OTHER)]
+        kind[0] += time
+        kind[1] += 1 / len(steps)
     total = sum(times.values())
     attention = sum(time for name, time in times.items() if ATTENTION.search(name))
     longest = sorted(times, key=lambda name: -times[name])[:12]
@@ -58,6 +81,7 @@ def attention_share(folder: Path) -> dict[str, Any]:
         "kernels_us": round(total, 1),
         "attention_us": round(attention, 1),
         "share": round(attention / total, 4),
+        "kinds": {kind: {"us": round(us, 1), "launches": round(count, 1)} for kind, (us, count) in kinds.items()},
         "longest_us": {name[:120]: round(times[name], 1) for name in longest},
     }
 

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from charts import ROWS, kernel_results
+from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
@@ -221,9 +222,15 @@ def serving_share() -> str:
 
 
 def decode_step() -> str:
-    runs = load(SERVING[0])["runs"]
-    parts = [f"{run['decode_step']['share']:.1%} ({NAMES[name.lower()]})" for name, run in runs.items()]
-    return f"In a decode step of 16 requests attention takes this part of the GPU's time: {', '.join(parts)}.\n"
+    parts = []
+    for name, run in load(SERVING[0])["runs"].items():
+        step = run["decode_step"]  # its `share`: FlashMLA's with compressors, which were not told apart then
+        longest = max(us for kernel, us in step["longest_us"].items() if ATTENTION.search(kernel))
+        parts.append(f"{longest / step['kernels_us']:.1%} ({NAMES[name.lower()]})")
+    return (
+        "In a decode step of 16 requests the kernel that attends takes this part of the GPU's time: "
+        f"{', '.join(parts)}. FlashMLA has smaller ones beside it.\n"
+    )
 
 
 def steps() -> str:

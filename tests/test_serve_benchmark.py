@@ -462,12 +462,52 @@ def test_share_of_attention(tmp_path):
     found = serve_report.attention_share(tmp_path)
     assert (found["kernels_us"], found["attention_us"], found["share"]) == (10.0, 3.0, 0.3)
     assert found["steps"] == {step: 8}
+    kinds = {kind: tuple(of.values()) for kind, of in found["kinds"].items() if of["launches"]}
+    assert kinds == {"attention": (3.0, 0.1), "compressors and inserts": (2.0, 0.1), "BF16 products": (5.0, 0.1)}
 
     with gzip.open(tmp_path / "dp0_pp0_tp0_dcp0_ep0_rank0.2.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events[-9:]}, file)
     with pytest.raises(SystemExit, match="json.gz has 8 steps and 0 kernels; remove it to profile again."):
         serve_report.attention_share(tmp_path)
     assert next(iter(found["longest_us"])) == "nvjet_gemm"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void marlin_moe_wna16::Marlin<1125899906909960l, 562949953487106l>", "experts"),
+        ("void vllm::act_and_mul_kernel<c10::BFloat16, __nv_bfloat162>", "experts"),
+        ("void deep_gemm::fp8_gemm_kernel_swapAB<1536u, 4096u>", "FP8 products"),
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0>", "FP8 products"),
+        ("void tensorrt_llm::kernels::fp8_blockscale_gemm::scale_1x128_kernel<__nv_bfloat16>", "quantisation"),
+        ("_fused_inv_rope_fp8_quant_per_head", "quantisation"),
+        ("void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<c10::BFloat16, 16>",
+         "compressors and inserts"),
+        ("_fused_kv_compress_norm_rope_insert_indexer_attn", "compressors and inserts"),
+        ("kernel_cutlass_kernel_vllmmodelsdeepseek_v4nvidiaopssparse_attn_compress_cutedslSparseAttnCompressKernel",
+         "compressors and inserts"),
+        ("_compress_kernel", "compressors and inserts"),
+        ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<sm90::decode>", "attention"),
+        ("kernel_cutlass_kernel_vllmmodelsdeepseek_v4nvidiaopsfused_indexer_q_cutedslIndexerQ", "index scores"),
+        ("void deep_gemm::sm90_fp8_paged_mqa_logits<1u, 64u>", "index scores"),
+        ("void vllm::persistent::persistent_topk_kernel<512, 4u>", "top-k"),
+        ("_compute_global_topk_indices_and_lens_kernel", "index tables"),
+        ("void deep_gemm::sm90_tf32_hc_prenorm_gemm_impl<24u, 16384u>", "mHC"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>>", "fills"),
+        ("nvjet_sm90_tss_64x16_64x16_4x1_v_bz_splitK_TNT", "BF16 products"),
+        ("_fused_q_kv_rmsnorm_kernel", "all else"),
+    ],
+)  # fmt: skip
+def test_kinds_of_kernels(tmp_path, kernel, kind):
+    """Names that a profile of vLLM 0.22.1 on an H200 had."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import serve_report
+
+    events = [{"cat": "kernel", "name": kernel, "dur": 2.0}, {"cat": "user_annotation", "name": "execute_1"}]
+    with gzip.open(tmp_path / "a_rank0.1.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    kinds = serve_report.attention_share(tmp_path)["kinds"]
+    assert [name for name, of in kinds.items() if of["launches"]] == [kind]
 
 
 def test_a_server_that_dies(serve, tmp_path):
