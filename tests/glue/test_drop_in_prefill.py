@@ -1,5 +1,8 @@
-"""V4's prefills over the rows in place: the release's own layer on metadata of its own builders, against its own path
-that gathers rows, whose kernels are interpreted and whose attention is the float32 reference."""
+"""V4's prefills over rows in place: the release's own layer on metadata of its own builders.
+
+What is right is what the layer makes by its own path: vLLM's kernels that gather rows, interpreted, and the
+float32 reference over these.
+"""
 
 import importlib
 from pathlib import Path
@@ -21,7 +24,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's gather
 def first(*names):
     """The first of these modules that the release has."""
     root = Path(vllm.__file__).parents[1]
-    return importlib.import_module(next(name for name in names if (root / f"{name.replace('.', '/')}.py").is_file()))
+    found = (name for name in names if (root / name.replace(".", "/")).with_suffix(".py").is_file())
+    return importlib.import_module(next(found))
 
 
 layers = first("vllm.models.deepseek_v4.nvidia.flashmla", "vllm.model_executor.layers.deepseek_v4_attention")
@@ -31,12 +35,12 @@ LAYER = next(
     for name in ("DeepseekV4FlashMLAAttention", "DeepseekV4FlashMLASparseImpl", "DeepseekV4MLAAttention")
     if hasattr(layers, name)
 )
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 HEADS, PADDING, SCALE, TOPK = 8, 2, 512**-0.5, 32
-# (tokens before this step, tokens of this step): two decodes, a chunk with a prefix that is longer than the window,
-# one whose tokens begin new compressed rows, a first chunk.
-MIXED = ((150, 1), (7, 1), (254, 4), (125, 3), (0, 9))
+# (tokens before this step, tokens of this step): two decodes, a chunk with a prefix that is longer than the window
+# and whose end is a compressed row of either ratio, one like it at the first such row, a first chunk.
+MIXED = ((150, 1), (7, 1), (252, 4), (125, 3), (0, 9))
 FEW = ((7, 1), (30, 2))  # vLLM's gather takes long where it is interpreted
 CASES = {"mixed": MIXED, "prefills only": MIXED[3:], "one": ((0, 2),)}
 
@@ -57,7 +61,7 @@ class Cache:
         for request, count in enumerate(counts):
             for row in range(count):
                 block, place = raw[self.table[request, row // rows]], row % rows
-                block[place * 576 :][:448] = torch.randn(448, generator=gen).to(torch.float8_e4m3fn).view(torch.uint8)
+                block[place * 576 :][:448] = torch.randn(448, generator=gen).to(E4M3).view(torch.uint8)
                 block[place * 576 + 448 :][:128] = torch.randn(64, generator=gen).to(BF16).view(torch.uint8)
                 scales = torch.randint(124, 130, (8,), generator=gen)
                 block[rows * 576 + place * 8 :][:8] = scales.to(torch.uint8)
@@ -90,6 +94,7 @@ class Step:
             attn_sink=torch.cat((torch.randn(heads, generator=gen), torch.full((64 - heads,), float("-inf")))),
             swa_cache_layer=SimpleNamespace(kv_cache=window.blocks, prefix="layer.swa"),
             kv_cache=rows.blocks if ratio > 1 else torch.tensor([]),
+            full_cache=False,  # of the series full-width, up to 0.22.1
         )  # fmt: skip
         # In 0.22.0 and 0.22.1 the layer is given to class methods.
         by_class = isinstance(vars(LAYER)["_forward_prefill"], classmethod)
@@ -113,7 +118,9 @@ class Step:
             return found
 
         config = self.config(ratio)
-        spec = SlidingWindowMLASpec(block_size=64, num_kv_heads=1, head_size=512, dtype=torch.uint8, sliding_window=128)
+        spec = SlidingWindowMLASpec(
+            block_size=64, num_kv_heads=1, head_size=512, dtype=torch.uint8, sliding_window=128
+        )  # fmt: skip
         builder = sparse_swa.DeepseekSparseSWAMetadataBuilder(spec, ["layer.swa"], config, CPU)
         self.window = builder.build(0, common(window, [window.slot(*one) for one in place]))
         self.metadata = {"layer.swa": self.window}
@@ -202,14 +209,21 @@ def test_prefills_over_rows_in_place(ratio, requests, served, monkeypatch):
     assert_close(found, gathered(step))
 
 
+def tables_built(monkeypatch):
+    """Tokens of each table from here on."""
+    built, build = [], index_table.build_sparse_index_table
+    counted = lambda *args, **more: built.append(args[6]) or build(*args, **more)  # noqa: E731
+    monkeypatch.setattr(index_table, "build_sparse_index_table", counted)
+    return built
+
+
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 def test_tables_that_would_be_large_are_built_in_parts(ratio, served, monkeypatch):
     """As for a million tokens: one for five tokens at most, none of which stays."""
     step = Step(monkeypatch, ratio, MIXED)
     columns = 128 + index_table.compressed_columns(step.layer, step.metadata.get("layer"))
     monkeypatch.setattr(drop_in, "_TABLE_BYTES", 5 * 4 * columns)
-    built, build, kept = [], index_table.build_sparse_index_table, {}
-    monkeypatch.setattr(index_table, "build_sparse_index_table", lambda *a, **k: built.append(a[6]) or build(*a, **k))
+    built, kept = tables_built(monkeypatch), {}
     found, calls = step.run(kept)
     assert not calls and built == [5, 5, 5, 1] and not kept.get("dsv4_tables")
     assert_close(found, gathered(step))
@@ -217,8 +231,7 @@ def test_tables_that_would_be_large_are_built_in_parts(ratio, served, monkeypatc
 
 @pytest.mark.parametrize("ratio, tables", [(1, 1), (4, 2), (128, 1)])
 def test_tables_are_shared_within_a_step_only(ratio, tables, served, monkeypatch):
-    step, built, build = Step(monkeypatch, ratio, MIXED), [], index_table.build_sparse_index_table
-    monkeypatch.setattr(index_table, "build_sparse_index_table", lambda *a, **k: built.append(1) or build(*a, **k))
+    step, built = Step(monkeypatch, ratio, MIXED), tables_built(monkeypatch)
     for number in (1, 2):
         context = {}
         for _ in range(2):  # layers

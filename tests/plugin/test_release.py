@@ -48,7 +48,7 @@ def narrow(site, tmp_path_factory):
     folder = shutil.copytree(site, tmp_path_factory.mktemp("narrow") / "site")
     with (folder / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").open("a") as file:
         file.write("\n\ndef padded_heads(heads, stock, rows='v4'):\n    return min(heads, stock)\n")
-        file.write("\n\nASKED = []\n\n\ndef prefill(*given):\n    ASKED.extend(given)\n    return given[1] == 'q'\n")
+        file.write("\nASKED = []\n\n\ndef prefill(*given):\n    ASKED.extend(given)\n    return given[1] == 'q'\n")
     return folder
 
 
