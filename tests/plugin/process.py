@@ -92,8 +92,9 @@ def answer():
             name: {key: vars(module)[key].__globals__["__name__"] for key in FUNCTIONS if key in vars(module)}
             for name, module in modules.items()
         },
-        "heads": {name: heads(module) for name, module in modules.items() if heads(module)},
+        # Before heads, for which other classes take the place of 0.20.2's and 0.21.0's.
         "prefills": {name: prefills(module) for name, module in modules.items() if prefills(module)},
+        "heads": {name: heads(module) for name, module in modules.items() if heads(module)},
         "calls": [getattr(modules[OPS], name)(None, k_cache=None) for name in FUNCTIONS if OPS in modules],
         "imported": sorted(name for name in sys.modules if name.startswith("vllm_dsv4_overlay.")),
         "cuda": torch.cuda.is_initialized(),
