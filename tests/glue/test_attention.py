@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_config_contract import VLLMS_TOO
-from vllm.dsv4_overlay import adapter, attention, calibrate, warmup
+from vllm.dsv4_overlay import adapter, attention, calibrate, index_table, warmup
 from vllm.forward_context import override_forward_context
 from vllm.third_party.mla_kernels import checks
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -415,8 +415,8 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
     """Two layers of one kind share a table unless an indexer picked; the next step builds anew."""
     step = Step(ratio, BF16, ((130, 1),))
     built = []
-    build = attention.build_sparse_index_table
-    monkeypatch.setattr(attention, "build_sparse_index_table", lambda *a, **k: built.append(1) or build(*a, **k))
+    build = index_table.build_sparse_index_table
+    monkeypatch.setattr(index_table, "build_sparse_index_table", lambda *a, **k: built.append(1) or build(*a, **k))
     compressed = step.context.attn_metadata.get("layer")
     q = step.q.to(DEVICE)
     for number in (1, 2):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.dsv4_overlay import drop_in
+from vllm.dsv4_overlay import drop_in, index_table
 from vllm.platforms import current_platform
 from vllm.third_party.mla_kernels import checks, flash_mla, sm90
 
@@ -112,6 +112,7 @@ def hopper(monkeypatch, ops):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(sm90, "misfit", lambda capability: None)
     monkeypatch.setattr(checks, "check_flash_mla", lambda *arguments: None)
+    monkeypatch.setattr(index_table, "warm_up", lambda device: None)
     config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(drop_in, "get_current_vllm_config_or_none", lambda: config)
     return config
@@ -397,11 +398,17 @@ REASONS = {
     "gpu": "compute capability 9.0",
     "library": "not built",
     "check": "failed its check of v32 rows with 8 heads: relative error 1",
+    "warm-up": "failed its warm-up: no compiler",
     "not installed": None,
     "no CUDA": None,
     "no configuration": None,
     "config of another kind": "check passed",
 }
+
+
+def no_compiler(device):
+    assert device == torch.device("cuda", 0)
+    raise RuntimeError("no compiler")
 
 
 @pytest.mark.parametrize("why", REASONS)
@@ -421,6 +428,8 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
         monkeypatch.setattr(sm90, "misfit", lambda capability: "it is not built")
     elif why == "check":
         monkeypatch.setattr(checks, "check_flash_mla", failing)
+    elif why == "warm-up":
+        monkeypatch.setattr(index_table, "warm_up", no_compiler)
     elif why == "not installed":
         monkeypatch.setattr(drop_in, "_installed", False)
     elif why == "no CUDA":
@@ -436,7 +445,7 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
         assert not log and not drop_in._decided
     else:
         ((level, line),) = log  # one a process
-        assert REASONS[why] in line and level == ("warning" if why == "check" else "info")
+        assert REASONS[why] in line and level == ("warning" if why in ("check", "warm-up") else "info")
     assert (drop_in._device is None) == (why != "config of another kind")
 
 

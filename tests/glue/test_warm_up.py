@@ -5,42 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_attention import BF16, E4M3, EPS, HEADS, MIXED, OneGroupStep, Step
-from triton.runtime.interpreter import InterpretedFunction
 from vllm.dsv4_overlay import adapter, attention, warmup
 from vllm.forward_context import override_forward_context
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
-
-
-def specialization(value, exact, plain):
-    """What of an argument selects a compiled kernel; see `triton.jit`."""
-    if exact or value is None:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if plain or isinstance(value, float):
-        return type(value)
-    return value == 1, value % 16 == 0, value < 2**31
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Every launch of our kernels from here on, as what would have to be compiled for it; nothing runs."""
-    found = set()
-
-    def record(self, *args, grid, warmup, **options):
-        if "mla_kernels" not in self.fn.__module__:  # vLLM's compressor has one before ours
-            return
-        arguments = dict(zip(self.arg_names, args, strict=False)) | options
-        annotations, plain = self.fn.__annotations__, self.kwargs.get("do_not_specialize") or ()
-        key = {
-            name: specialization(value, name in annotations or name not in self.arg_names, name in plain)
-            for name, value in arguments.items()
-        }
-        found.add((self.__name__, *sorted(key.items(), key=str)))
-
-    monkeypatch.setattr(InterpretedFunction, "run", record)
-    return found
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])

@@ -48,13 +48,14 @@ class Batch:
         longest = max(self.seq_lens) // self.ratio
         return 0 if self.ratio == 1 else self.topk or longest
 
-    def build(self):
+    def build(self, first=0, tokens=None):
         to = lambda x: None if x is None else x.to(self.device)  # noqa: E731
         starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return build_sparse_index_table(
             to(self.token_to_request), to(self.valid), to(starts),
             torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device), to(self.swa_table), 64,
-            self.tokens, self.ratio, to(self.compressed_table), self.block or 1, self.width(), to(self.picked),
+            self.tokens if tokens is None else tokens, self.ratio, to(self.compressed_table), self.block or 1,
+            self.width(), to(self.picked), first,
         )  # fmt: skip
 
 
@@ -87,6 +88,15 @@ def test_table(device, query_lens, seq_lens, ratio, topk):
         assert indices[token, 128 : 128 + len(expected)].tolist() == expected
     padding = slice(len(list(batch.positions())), None)
     assert (visible[padding] == 0).all() and (lens[padding] == 128).all() and (indices[padding] == 0).all()
+
+
+@pytest.mark.parametrize("ratio, topk", [(1, None), (4, 64), (128, None)])
+def test_some_of_the_tokens(device, ratio, topk):
+    """As those of a whole table: the end of a request, others, and padding."""
+    batch = Batch(device, *CASES[1], ratio, topk, padding=3)
+    whole, part = batch.build(), batch.build(5, batch.tokens - 6)
+    for name in ("indices", "lens", "visible"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[5:-1])
 
 
 def test_picks_that_are_no_rows_are_missing(device):

@@ -92,6 +92,8 @@ def answer():
             name: {key: vars(module)[key].__globals__["__name__"] for key in FUNCTIONS if key in vars(module)}
             for name, module in modules.items()
         },
+        # Before heads, for which other classes take the place of 0.20.2's and 0.21.0's.
+        "prefills": {name: prefills(module) for name, module in modules.items() if prefills(module)},
         "heads": {name: heads(module) for name, module in modules.items() if heads(module)},
         "calls": [getattr(modules[OPS], name)(None, k_cache=None) for name in FUNCTIONS if OPS in modules],
         "imported": sorted(name for name in sys.modules if name.startswith("vllm_dsv4_overlay.")),
@@ -113,6 +115,28 @@ def heads(module):
         if hasattr(module, name):
             return {"get_padded_num_q_heads": getattr(module, name).get_padded_num_q_heads(16)}
     return {}
+
+
+def prefills(module):
+    """What the drop-in is given of two prefills, and who computes them: it takes q, and leaves another to vLLM."""
+    names = ("DeepseekV4FlashMLAAttention", "DeepseekV4FlashMLASparseImpl", "DeepseekV4MLAAttention")
+    cls = next((vars(module)[name] for name in names if hasattr(module, name)), None)
+    if cls is None:
+        return []
+    given = ("q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata")
+    by_class = isinstance(vars(cls)["_forward_prefill"], classmethod)
+    asked = vars(sys.modules.get("vllm_dsv4_overlay.dsv4_overlay.drop_in", module)).get("ASKED", [])
+    found = []
+    for q in ("q", "left"):
+        more = {name: name for name in given} | {"q": q} | ({"layer": "layer"} if by_class else {})
+        try:
+            cls._forward_prefill(*([] if by_class else ["layer"]), **more)
+            who = "drop-in"
+        except AttributeError:  # of metadata that is a string
+            who = "vLLM"
+        found.append([who, *asked])
+        asked.clear()
+    return found
 
 
 class Anything:

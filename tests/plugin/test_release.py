@@ -44,10 +44,11 @@ def release(request):
 
 @pytest.fixture(scope="module")
 def narrow(site, tmp_path_factory):
-    """The installed wheel, whose drop-in lets heads be as they are without a GPU."""
+    """The installed wheel, whose drop-in lets heads be as they are, and takes prefills, without a GPU."""
     folder = shutil.copytree(site, tmp_path_factory.mktemp("narrow") / "site")
     with (folder / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").open("a") as file:
         file.write("\n\ndef padded_heads(heads, stock, rows='v4'):\n    return min(heads, stock)\n")
+        file.write("\nASKED = []\n\n\ndef prefill(*given):\n    ASKED.extend(given)\n    return given[1] == 'q'\n")
     return folder
 
 
@@ -58,7 +59,8 @@ def callers(tree):
 
 def test_it_is_set(trees, narrow, release):
     """From the released files, by real imports: functions wherever they are called from, heads wherever they are
-    padded, CUDA left alone, one line in the log. In one release callers are there before the plugin."""
+    padded, prefills of V4, CUDA left alone, one line in the log. In one release callers are there before the
+    plugin."""
     tree = trees(release)
     request = {"site": str(narrow), "before" if release == "0.22.1" else "after": callers(tree)}
     ((answer, log),) = ask(tree, [request])
@@ -68,6 +70,10 @@ def test_it_is_set(trees, narrow, release):
     assert ("vllm.models.deepseek_v41.nvidia.flashmla" in here["modules"]) == (release >= "0.30")
     padded = [heads for found in here["heads"].values() for heads in found.values()]
     assert len(padded) >= 3 and set(padded) == {16}
+    offered = ["layer", "q", "output", "attn_metadata", "swa_metadata"]
+    taken = here["prefills"].pop(V4 if V4 in here["modules"] else FIRST_V4)
+    assert taken == [["drop-in", *offered], ["vLLM", "layer", "left", *offered[2:]]]
+    assert all(found == [["vLLM"], ["vLLM"]] for found in here["prefills"].values())  # of V4.1
     (line,) = lines(log)
     assert f"{SET} {release};" in line and "INFO" in line
 

@@ -38,7 +38,7 @@ def test_it_has_the_drop_in_the_kernels_and_no_more(contents):
     code = {name for name in contents if not name.startswith(INFO)}
     package, kernels = "vllm_dsv4_overlay", "vllm_dsv4_overlay/third_party/mla_kernels"
     own = {f"{package}/{name}" for name in ("__init__.py", "plugin.py", "pins.json")}
-    own |= {f"{package}/dsv4_overlay/{name}" for name in ("__init__.py", "drop_in.py")}
+    own |= {f"{package}/dsv4_overlay/{name}" for name in ("__init__.py", "drop_in.py", "index_table.py")}
     theirs = {path.name for path in (ROOT / "overlay/common/vllm/third_party/mla_kernels").glob("*.py")}
     assert code == own | {f"{kernels}/{name}" for name in theirs} | {f"{kernels}/lib/libmla_kernels.so"}
     assert not any("test" in name for name in code)

@@ -26,6 +26,7 @@ FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 OPS = "vllm.v1.attention.ops.flashmla"
 STOCK = "is not in use, and stock vLLM runs"
 PADDED = "leaves q padded to 64 heads, as stock vLLM does"
+GATHERED = "leaves V4's prefills as stock vLLM has them"
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,9 @@ def register() -> None:
         drop_in.switched_on(None)
     except ValueError as error:
         raise Refused(*error.args) from None
-    seams = {OPS: replace_functions, **PADDING}
-    sys.meta_path.insert(0, AfterImport(seams))
-    for name, seam in seams.items():
-        if name in sys.modules:
+    sys.meta_path.insert(0, AfterImport(SEAMS))
+    for name in SEAMS.keys() & sys.modules.keys():
+        for seam in SEAMS[name]:
             seam(sys.modules[name])
     logger.info(
         "%s %s, a plugin, has set its drop-in for FlashMLA in vLLM %s; workers log "
@@ -164,9 +164,10 @@ def check_files(root: Path, release: str) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Calls `actions[name](module)` whenever the module `name` has been imported."""
+    """Calls each of `actions[name]` with the module `name` whenever that has been
+    imported."""
 
-    def __init__(self, actions: dict[str, Callable[[ModuleType], None]]):
+    def __init__(self, actions: dict[str, tuple[Callable[[ModuleType], None], ...]]):
         self.actions = actions
 
     def find_spec(
@@ -183,7 +184,8 @@ class AfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.actions[name](module)
+            for action in self.actions[name]:
+                action(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -271,9 +273,38 @@ def pad_first_v4(module: ModuleType) -> None:
         cls.__init__ = padding(cls.__init__, heads)
 
 
-PADDING = {
-    "vllm.v1.attention.backends.mla.flashmla_sparse": pad_v32,
-    "vllm.models.deepseek_v4.nvidia.flashmla": pad_v4,
-    "vllm.models.deepseek_v41.nvidia.flashmla": pad_v4,
-    "vllm.model_executor.layers.deepseek_v4_attention": pad_first_v4,
+@guarded(GATHERED)
+def offer_prefills(module: ModuleType) -> None:
+    """V4's layers, all releases."""
+    from .dsv4_overlay import drop_in
+
+    names = (
+        "DeepseekV4FlashMLAAttention",  # from 0.23.0 on
+        "DeepseekV4FlashMLASparseImpl",  # 0.22.0, 0.22.1: class methods
+        "DeepseekV4MLAAttention",
+    )
+    cls = next(getattr(module, name) for name in names if hasattr(module, name))
+    method = vars(cls)["_forward_prefill"]
+    stock = getattr(method, "__func__", method)
+
+    # vLLM names all that it gives.
+    @functools.wraps(stock)
+    def _forward_prefill(owner: object, **given: object) -> None:
+        names = "q", "output", "attn_metadata", "swa_metadata"
+        layer = given.get("layer", owner)
+        if not drop_in.prefill(layer, *(given[name] for name in names)):
+            stock(owner, **given)
+
+    is_method = method is stock
+    cls._forward_prefill = (
+        _forward_prefill if is_method else classmethod(_forward_prefill)
+    )
+
+
+SEAMS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
+    OPS: (replace_functions,),
+    "vllm.v1.attention.backends.mla.flashmla_sparse": (pad_v32,),
+    "vllm.models.deepseek_v4.nvidia.flashmla": (pad_v4, offer_prefills),
+    "vllm.models.deepseek_v41.nvidia.flashmla": (pad_v4,),
+    "vllm.model_executor.layers.deepseek_v4_attention": (pad_first_v4, offer_prefills),
 }

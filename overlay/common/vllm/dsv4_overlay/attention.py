@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.dsv4_overlay import index_table
 from vllm.dsv4_overlay.config import check_machine, falls_back, provider, storage_dtype
 from vllm.dsv4_overlay.scales import layer_scales
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.third_party.mla_kernels import (
     SparseIndexTable,
-    build_sparse_index_table,
     compress_norm_rope_store,
     flashinfer_sparse_mla,
     pick_provider,
@@ -174,20 +174,10 @@ def _reserve(layer: torch.nn.Module, q: torch.Tensor) -> None:
     """
     if layer.kv_cache_dtype != "bfloat16" and _provider(q) == "flashinfer":
         q = torch.empty_like(q, dtype=torch.float8_e4m3fn)
-    width = table_width(_compressed_width(layer, layer.max_model_len))
+    width = table_width(index_table.compressed_width(layer, layer.max_model_len))
     table = torch.empty(len(q), width, dtype=torch.int32, device=q.device)
     if layer.compress_ratio != 4:  # the others live until the step ends, as here
-        get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})[
-            layer.compress_ratio
-        ] = table
-
-
-def _compressed_width(layer: torch.nn.Module, longest: int) -> int:
-    """The most compressed rows that a token of this layer attends to in sequences of up
-    to `longest` tokens."""
-    if layer.compress_ratio == 4:
-        return layer.topk_indices_buffer.shape[1]
-    return longest // layer.compress_ratio if layer.compress_ratio > 1 else 0
+        index_table.tables()[layer.compress_ratio] = table
 
 
 def attend(
@@ -264,20 +254,10 @@ def _pool(cache: torch.Tensor) -> torch.Tensor:
 def _index_table(
     layer: torch.nn.Module, swa_metadata: Any, compressed_metadata: Any, tokens: int
 ) -> SparseIndexTable:
-    """The rows each token attends to; one table serves all window-only and all C128A
-    layers of a step.
-
-    C4A layers differ in what their indexer picked. The key holds the window metadata,
-    since vLLM may spread the layers' windows over several KV cache groups with block
-    tables of their own; the tables live as long as the forward pass, since vLLM may
-    reuse metadata objects after changing what they point to.
-    """
-    ratio = layer.compress_ratio
-    tables = get_forward_context().additional_kwargs.setdefault("dsv4_tables", {})
-    key = (id(swa_metadata), ratio)
-    if key in tables:
-        return tables[key]
-    if getattr(swa_metadata, "decode_swa_width", 0) > SWA_COLUMNS:
+    if getattr(swa_metadata, "decode_swa_width", 0) <= SWA_COLUMNS:
+        return index_table.of_step(layer, swa_metadata, compressed_metadata, 0, tokens)
+    tables, key = index_table.tables(), (id(swa_metadata), layer.compress_ratio)
+    if key not in tables:
         # A block of DSpark's drafts, each of which sees the window before the block and
         # the whole block. vLLM has made the list; what is over 128 columns is looked up
         # in the second pool, which is the first one where there is no compressed cache.
@@ -287,37 +267,4 @@ def _index_table(
             lens=length.clamp(min=SWA_COLUMNS),
             visible=length,
         )
-        return tables[key]
-    compressed = {}
-    if compressed_metadata is not None:
-        picked = layer.topk_indices_buffer if ratio == 4 else None
-        compressed = dict(
-            compressed_block_table=compressed_metadata.block_table,
-            compressed_block_size=compressed_metadata.block_size // ratio,
-            compressed_width=_compressed_width(
-                layer, _longest(layer, compressed_metadata)
-            ),
-            topk_indices=picked,
-        )
-    table = build_sparse_index_table(
-        swa_metadata.token_to_req_indices,
-        swa_metadata.is_valid_token,
-        swa_metadata.query_start_loc,
-        swa_metadata.seq_lens,
-        swa_metadata.block_table,
-        swa_metadata.block_size,
-        tokens,
-        ratio,
-        **compressed,
-    )
-    if ratio != 4:
-        tables[key] = table
-    return table
-
-
-def _longest(layer: torch.nn.Module, metadata: Any) -> int:
-    """Longest sequence that this launch may have to serve; a captured graph is replayed
-    with longer ones."""
-    if metadata.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
-        return layer.max_model_len
-    return min(metadata.max_seq_len, layer.max_model_len)
+    return tables[key]

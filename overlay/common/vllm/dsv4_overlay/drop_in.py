@@ -4,6 +4,7 @@
 Hopper, where they are at least as fast; FlashMLA has every other call.
 
 `install` replaces the two functions where all of vLLM's callers import them from.
+V4's layers offer their prefills to `prefill` before they gather rows for one of these.
 Layers ask `padded_heads` for their width when they are made, which is in a worker, with
 CUDA initialised and before any weight is loaded: that decides for the process. A call
 before that, or without it, is FlashMLA's.
@@ -35,6 +36,14 @@ _WIDTHS = (8, 16, 32)
 _CHECKED_HEADS = (8, 32, 128)
 _CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
 _MARK = "_dsv4_drop_in"
+# Up to so many heads of q, `prefill` takes no longer than gathering rows, widening them
+# to BF16 and attention over those. To be measured on an H200.
+_PREFILL_HEADS = 16
+# Of one index table of `prefill`. Memory is measured as stock vLLM does it, without
+# them, so that the cache keeps its size: a step holds up to three, for window-only,
+# C128A and C4A layers. Up to 0.26.0 stock's own table of a prefill is not measured
+# either, and takes 260 MiB for 8192 tokens of a million.
+_TABLE_BYTES = 32 << 20
 
 _installed = False
 _decided = False
@@ -92,6 +101,77 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
             config.setdefault(_WIDTHS_FOUND, {})[rows] = width
             return width
     return stock
+
+
+def prefill(
+    layer: torch.nn.Module,
+    q: torch.Tensor,
+    output: torch.Tensor,
+    compressed_metadata: Any,
+    swa_metadata: Any,
+) -> bool:
+    """Attention of the prefills of a step over the 584-byte rows where they are.
+
+    Args:
+        layer: V4's attention layer.
+        q, output: BF16 `[tokens, heads, 512]`, from the first token of the prefills on;
+            graph padding behind the last is left as it is.
+        compressed_metadata: vLLM's of the layer's compressed cache; None if it has
+            none.
+        swa_metadata: of its window.
+
+    Returns:
+        Whether `output` is written. If not, vLLM has to go on: gather rows, and call
+        `flash_mla_sparse_fwd`.
+    """
+    if _device is None or not _is_query(q, 3) or q.shape[1] > _PREFILL_HEADS:
+        return False
+    from ..third_party.mla_kernels.interface import SWA_COLUMNS
+    from . import index_table
+
+    if (
+        layer.window_size != SWA_COLUMNS
+        # The tokens of an image, from 0.30.0 on, see those behind them too.
+        or getattr(swa_metadata, "prefill_left_visible", None) is not None
+        or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return False
+    first, tokens = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
+    columns = index_table.compressed_columns(layer, compressed_metadata)
+    size = _TABLE_BYTES // (4 * (SWA_COLUMNS + columns))
+    # One table can be shared by layers. Attention over so many rows that it takes more
+    # is long, and to build them again is not.
+    make = index_table.of_step if tokens <= size else index_table.build
+    for start in range(0, tokens, size):
+        part = slice(start, min(start + size, tokens))
+        table = make(
+            layer,
+            swa_metadata,
+            compressed_metadata,
+            first + part.start,
+            part.stop - part.start,
+        )
+        rest = {
+            "k_cache": layer.swa_cache_layer.kv_cache.unsqueeze(-2),
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": 512,
+            "tile_scheduler_metadata": None,
+            "softmax_scale": layer.scale,
+            "is_fp8_kvcache": True,
+            "indices": table.indices[:, None, :SWA_COLUMNS],
+            "topk_length": table.visible.clamp(max=SWA_COLUMNS),
+        }
+        if compressed_metadata is not None:
+            rest |= {
+                "extra_k_cache": layer.kv_cache.unsqueeze(-2),
+                "extra_indices_in_kvcache": table.indices[:, None, SWA_COLUMNS:],
+                "extra_topk_length": table.lens - SWA_COLUMNS,
+            }
+        function, out = _kernels().flash_mla_with_kvcache, output[part, None]
+        if _served(function, q[part, None], layer.attn_sink, out, rest) is None:
+            return False
+    return True
 
 
 def switched_on(additional_config: object) -> bool:
@@ -152,6 +232,7 @@ def _decide(additional_config: object) -> None:
         )
         return
     from ..third_party.mla_kernels import checks, native, sm90
+    from . import index_table
 
     device = torch.device("cuda", torch.cuda.current_device())
     if problem := sm90.misfit(torch.cuda.get_device_capability(device)):
@@ -164,14 +245,15 @@ def _decide(additional_config: object) -> None:
     try:
         for rows in _CHECKED_ROWS:
             for heads in _CHECKED_HEADS:
+                what = f"check of {rows} rows with {heads} heads"
                 checks.check_flash_mla(_PROVIDER, rows, heads)
+        what = "warm-up"
+        index_table.warm_up(device)
     except Exception as error:  # whatever it is, FlashMLA can serve
         logger.warning(
-            "FlashMLA has its sparse calls; the drop-in (%s) failed its check of %s "
-            "rows with %d heads: %s",
+            "FlashMLA has its sparse calls; the drop-in (%s) failed its %s: %s",
             native.LIBRARY,
-            rows,
-            heads,
+            what,
             error,
         )
         return

@@ -51,6 +51,7 @@ def build_sparse_index_table(
     compressed_block_size: int = 1,
     compressed_width: int = 0,
     topk_indices: torch.Tensor | None = None,
+    first_token: int = 0,
 ) -> SparseIndexTable:
     """Rows of the window and of the compressed cache that each token attends to.
 
@@ -60,19 +61,20 @@ def build_sparse_index_table(
     inputs that belong to padding may be stale.
 
     Args:
-        token_to_request: int32 `[>= num_tokens]`, the request of each token.
-        is_valid_token: bool `[>= num_tokens]`, False for CUDA-graph padding.
+        token_to_request: int32 `[tokens]`, the request of each token.
+        is_valid_token: bool `[tokens]`, False for CUDA-graph padding.
         query_start_loc: int32 `[requests + 1]`; seq_lens: int32 `[requests]`, query
             tokens included.
         swa_block_table: int32 `[requests, blocks]`; a block holds `swa_block_size`
             rows.
-        num_tokens: tokens to build for.
+        num_tokens: tokens to build for, from `first_token` on; the inputs have them
+            all.
         compress_ratio: 1 (window only), 4 or 128.
         compressed_block_table: int32 `[requests, blocks]`; a block holds
             `compressed_block_size` rows.
         compressed_width: the most compressed keys a token can have; sets the table's
             width.
-        topk_indices: int32 `[>= num_tokens, >= compressed_width]`, compressed rows
+        topk_indices: int32 `[tokens, >= compressed_width]`, compressed rows
             counted within the request, valid ones first; None takes every compressed
             row in order. What is not a row so far, be it negative or too large, becomes
             -1.
@@ -132,6 +134,7 @@ def build_sparse_index_table(
                 topk_indices.stride(0) if topk_indices is not None else 0,
                 width,
                 compressed_width,
+                first_token,
                 COMPRESS_RATIO=compress_ratio,
                 BLOCK=_BLOCK,
                 num_warps=1,
@@ -147,6 +150,7 @@ def build_sparse_index_table(
         "compressed_width",
         "swa_block_table_stride",
         "compressed_block_table_stride",
+        "first_token",
     ]
 )
 def _build_kernel(
@@ -167,26 +171,28 @@ def _build_kernel(
     topk_stride,
     width,
     compressed_width,
+    first_token,
     COMPRESS_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    token = row + first_token
     part = tl.program_id(1)
     if tl.load(is_valid_ptr + token) == 0:
         column = part * BLOCK + tl.arange(0, BLOCK)
         tl.store(
-            indices_ptr + token * width + column,
+            indices_ptr + row * width + column,
             tl.zeros([BLOCK], tl.int32),
             mask=column < width,
         )
         if part == 0:
-            tl.store(lens_ptr + token, _SWA_COLUMNS)
-            tl.store(visible_ptr + token, 0)
+            tl.store(lens_ptr + row, _SWA_COLUMNS)
+            tl.store(visible_ptr + row, 0)
         return
     request = tl.load(token_to_request_ptr + token).to(tl.int64)
     to_end = tl.load(query_start_loc_ptr + request + 1) - token.to(tl.int32)
     visible = tl.load(seq_lens_ptr + request) - to_end + 1
-    row_ptr = indices_ptr + token * width
+    row_ptr = indices_ptr + row * width
 
     if part == 0:
         offset = tl.arange(0, _SWA_COLUMNS)
@@ -207,8 +213,8 @@ def _build_kernel(
         compressed_len = 0
         if compressed_block_table_ptr is not None:
             compressed_len = tl.minimum(visible // COMPRESS_RATIO, compressed_width)
-        tl.store(lens_ptr + token, compressed_len + _SWA_COLUMNS)
-        tl.store(visible_ptr + token, visible)
+        tl.store(lens_ptr + row, compressed_len + _SWA_COLUMNS)
+        tl.store(visible_ptr + row, visible)
     elif compressed_block_table_ptr is not None:
         offset = (part - 1) * BLOCK + tl.arange(0, BLOCK)
         so_far = visible // COMPRESS_RATIO
