@@ -53,4 +53,7 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
 
+// 64 heads a block, heads on M; one block an SM. Not of kE4M3, nor of calls whose sources have offsets.
+cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, int sms, cudaStream_t stream);
+
 }  // namespace mla

@@ -1,6 +1,8 @@
 // Which of the three Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 #include "sparse_mla_rows.h"
 
@@ -92,6 +94,14 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
   const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
   const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
+  // The kernel with 64 heads on M takes packed rows without the largest score, which no call over them asks for. With
+  // fewer items than this, keys that are shared by blocks are faster.
+  constexpr int kFewItems = 80;
+  bool m64 = call.heads > 32 && call.tokens * divide(call.heads, 64) >= kFewItems;
+  if (const char* trial = std::getenv("MLA_TRIAL"))  // temporary: "new" or "old", whatever the call is
+    m64 = std::strcmp(trial, "new") == 0 || (m64 && std::strcmp(trial, "old") != 0);
+  if (call.format != RowFormat::kE4M3 && m64 && (is_wide || !call.max_logits))
+    return launch_sparse_mla_m64_rows(call, gpu.sms, stream);
   const bool paired = !is_wide && 2 * blocks > gpu.sms;
   const int tiles = divide(call.sources[0].width + call.sources[1].width, tile);
   return launch_sparse_mla_mma(call, paired, paired ? 1 : mma_splits(blocks, tiles, gpu.sms), gpu.sms, stream);

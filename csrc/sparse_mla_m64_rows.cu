@@ -1,0 +1,493 @@
+// Sparse MLA over the rows of vLLM's own caches for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
+//
+// Heads on M, S = Q K^T and O = P V, with a role for each warpgroup, as in sparse_mla_m64.cu. Operands of packed rows are
+// fp16. A row is divided by a power of two, so that it and its weights are in range: its narrow part is widened and
+// multiplied by its scales, over that power, by the warpgroups that multiply weights by rows; its wide part is small, and
+// is converted by the warps that fetch. BF16 rows are operands as they are.
+
+#include <type_traits>
+
+#include "m64_rows_scores.cuh"
+
+namespace mla {
+namespace m64_rows {
+
+template <RowFormat FORMAT>
+struct Block : Scores<FORMAT> {
+  using Base = Scores<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
+  using Base::raw_empty, Base::q_full, Base::q_read, Base::tail_empty, Base::ready, Base::used;
+  using L = Layout<FORMAT>;
+  static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
+
+  // ---------------------------------------------------------------- rows, and q, on their way
+  // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes, of
+  // the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
+  __device__ __forceinline__ const uint8_t* row_of(const uint8_t* mine, int lane_of_row) const {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
+  }
+  // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
+  __device__ __forceinline__ uint32_t waiting(int k) const { return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16; }
+  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4).
+  template <bool FIRST>
+  __device__ __forceinline__ void ask_for_scales(float (&scales)[4], const uint8_t* mine, uint32_t to_scales,
+                                                 unsigned there, int first_lane) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int of = first_lane + k * 4 + lane / 8;
+      const bool exists = there >> (k * 4 + lane / 8) & 1;
+      const uint8_t* const row = row_of(mine, of);
+      scales[k] = 0.f;
+      if constexpr (kIsV4) {
+        const uint8_t* const from = row + int64_t{__shfl_sync(~0u, to_scales, of)} * 8 + lane % 8;
+        if (exists && lane % 8 < L::kGroups) scales[k] = __uint_as_float(load_scale<true>(from) << 23);
+        copy16<FIRST>(base + waiting(k), row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
+      } else {
+        if (exists) scales[k] = __uint_as_float(load_scale<false>(row + L::kNarrow + lane % 8 / 2 * 4));
+      }
+    }
+  }
+  // Finds the powers of two that rows are divided by: their largest values become 2^14 to 2^15. Divides scales and
+  // writes them, and the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
+  __device__ __forceinline__ void prepare(uint32_t (&inverse)[4], const float (&scales)[4], unsigned there,
+                                          uint32_t entry) const {
+    const int quarter = warp % 4;
+    __half ratios[4];
+    if constexpr (kIsV4) copies_wait();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
+      int power = (__float_as_int(scales[k]) >> 23 & 0xFF) + 1 + 9 - 15;
+      uint4 wide;
+      if constexpr (kIsV4) {
+        wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
+        uint32_t largest =
+            larger_magnitudes(larger_magnitudes(wide.x, wide.y), larger_magnitudes(wide.z, wide.w)) & 0x7FFF7FFF;
+        largest = max(largest & 0xFFFF, largest >> 16);
+        power = max(power, static_cast<int>(largest >> 7) + 1 - 15);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
+      power = min(max(power, 127 - 100), 127 + 100);
+      ratios[k] = __float2half_rn(scales[k] * __int_as_float((254 - power) << 23));
+      inverse[k] = (254 - power) * 0x00800080;
+      if constexpr (kIsV4)
+        *reinterpret_cast<uint4*>(smem + waiting(k)) =
+            make_uint4(scaled_to_half(wide.x, inverse[k]), scaled_to_half(wide.y, inverse[k]),
+                       scaled_to_half(wide.z, inverse[k]), scaled_to_half(wide.w, inverse[k]));
+      const int row = k * 4 + lane / 8;
+      if (lane % 8 == 0)
+        smem[L::kPowers + entry % 4 * kTile + quarter * 16 + row] = static_cast<uint8_t>(there >> row & 1 ? power : 0);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const __half2 pair = __halves2half2(ratios[k], ratios[k + 2]);
+      reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] =
+          reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+  // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
+  __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
+    int at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
+    asm volatile("" : "+r"(at));  // found again for each entry, since registers are few
+    *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
+  }
+  __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
+  // A tail, which only scores need, goes where it is needed as soon as those of the last entry but one are done.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch_tail(const uint32_t (&inverse)[4], const uint8_t* mine, unsigned there,
+                                             int first_lane, uint32_t entry) const {
+    uint4 values[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint8_t* const row = row_of(mine, first_lane + k * 4 + lane / 8);
+      values[k] = make_uint4(0, 0, 0, 0);
+      if (there >> (k * 4 + lane / 8) & 1) values[k] = load_wide<FIRST>(row + L::kWideAt + lane % 8 * 16);
+    }
+    barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      put_wide(k, entry,
+               make_uint4(scaled_bf16(values[k].x, inverse[k]), scaled_bf16(values[k].y, inverse[k]),
+                          scaled_bf16(values[k].z, inverse[k]), scaled_bf16(values[k].w, inverse[k])));
+    wide_is_put(entry);
+  }
+
+  // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
+  // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
+  // wide parts wait for the same slot.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch() const {
+    const int quarter = warp % 4, row0 = quarter * 16;
+    uint32_t entry = 0;
+    bool is_waiting = false;  // the wide part of the entry before
+    // By lane 0 of a warp, with the copies of all lanes.
+    const auto arrive = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const auto announce = [&](Kind kind, unsigned there) {
+      if constexpr (kPacked) {
+        barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
+        if (is_waiting) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, *reinterpret_cast<const uint4*>(smem + waiting(k)));
+          wide_is_put(entry - 1), is_waiting = false;
+        }
+        if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+      } else if (lane == 0) {
+        *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
+            static_cast<uint16_t>(there);
+      }
+    };
+    // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
+    const int my_key = lane / 16 * kTile + row0 + lane % 16;
+    int i = blockIdx.x, key0 = -2 * kTile;
+    Item item(p, i, LaneLengths(p, i, lane));
+    LaneLengths next_lengths(p, i + gridDim.x, lane);
+    const auto look_up = [&] {
+      key0 += 2 * kTile;
+      if (key0 >= item.tiles * kTile) {
+        i += gridDim.x;
+        if (i >= p.items) return -2;
+        item = Item(p, i, next_lengths), key0 = 0;
+        next_lengths = LaneLengths(p, i + gridDim.x, lane);
+      }
+      const int key = key0 + my_key;
+      if (key >= item.keys) return -1;
+      const bool is_first = key < item.of_first;
+      const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
+      const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
+      return max(indices[item.token * stride + key - (is_first ? 0 : item.of_first)], -1);
+    };
+    int index = look_up();
+    while (index != -2) {
+      const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
+      const Row mine(pool, index);
+      // Of V4's rows of 576 bytes those that follow in the page, and behind them 8 bytes for each row of the page.
+      const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
+      const unsigned there = __ballot_sync(~0u, mine.exists);
+      const bool starts = key0 == 0, two = key0 + kTile < item.tiles * kTile;
+      if (starts) {
+        announce(kQ, 0);
+        if constexpr (kPacked) {
+          barrier_arrive(raw_full(quarter));
+          barrier_wait(raw_empty(quarter), entry & 1);
+        } else {
+          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+        }
+        fetch_q<FIRST>(item, entry & 1);
+        arrive(q_full());
+        ++entry;
+      }
+#pragma unroll 1
+      for (int t = 0; t < 2; ++t, ++entry) {
+        if (t == 1 && !two) break;
+        const unsigned bits = there >> t * 16 & 0xFFFF;
+        announce(kKeys, bits);
+        if constexpr (kPacked) {
+          float scales[4];
+          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);
+          // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
+          const uint32_t to = L::kRaw + row0 * L::kNarrow;
+          for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
+            if (lane < L::kNarrow / 16)
+              *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
+                  make_uint4(0, 0, 0, 0);
+          fence_async();  // what was read there, and zeros written there, before the copies
+          __syncwarp();
+          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
+          if (lane / 16 == t && bits >> lane % 16 & 1)
+            copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
+          __syncwarp();
+          uint32_t inverse[4];
+          prepare(inverse, scales, bits, entry);
+          barrier_arrive(raw_full(quarter));
+          if constexpr (L::kHasTail)
+            fetch_tail<FIRST>(inverse, mine.at, bits, t * 16, entry);
+          else
+            is_waiting = true;
+        } else {
+          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+          copy_bf16<FIRST>(mine.at, bits, t * 16, entry & 1);
+          copies_arrive(full(entry & 1));
+          arrive(full(entry & 1));
+        }
+        if (t == 0) index = look_up();
+      }
+    }
+    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
+  }
+  template <bool FIRST>
+  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, int slot) const {
+    const int row0 = warp % 4 * 16;
+    const uint32_t to = base + slot * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* const from = row_of(mine, first_lane + r) + lane * 16;
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        copy16<FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from + c * 512, there >> r & 1 ? 16 : 0);
+    }
+    if constexpr (L::kHasTail)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int r = k * 4 + lane / 8;
+        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8),
+                      row_of(mine, first_lane + r) + kDim * 2 + lane % 8 * 16, there >> r & 1 ? 16 : 0);
+      }
+  }
+
+  // 64 heads of q as they are.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
+    const int row0 = warp % 4 * 16;
+    if (p.is_mapped) {
+      if (lane == 0) {
+        fence_async();  // what was read there before, and how
+        barrier_expect(q_full(), 16 * L::kDims * 2);
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, item.head0 + row0, item.token,
+                        q_full());
+      }
+      __syncwarp();
+      barrier_arrive(q_full());
+    } else {
+      const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
+#pragma unroll 1
+      for (int r = row0 + lane / 8; r < row0 + 16; r += 4) {
+        const bool is = item.head0 + r < p.heads;
+        const __nv_bfloat16* const from =
+            static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane % 8 * 8;
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy16<FIRST>(base + L::block_at(slot, c) + swizzled(r, lane % 8), from + c * 64, is ? 16 : 0);
+      }
+      copies_arrive(q_full());
+    }
+  }
+
+  // ---------------------------------------------------------------- outputs, 256 dimensions
+  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() loads a quarter
+  // of this warpgroup's dimensions, also of an entry that is no rows, so that nothing waits for loads before put(),
+  // which stores them, widened, once that quarter of the slot is free.
+  // A lane has 16 values of a row, and of the row 8 further, whose swizzle is the same; 8 of them are a store. Lanes 4
+  // apart, and 8 apart, begin with different ones, so that a warp's stores, and loads, go to different banks.
+  struct Fill {
+    uint32_t from[2], to[2], ratios;  // where rows and their ratios wait, and in the entry's slot
+    uint32_t entry = 0;
+    int kind = kEnd;
+    bool is_narrow;
+    uint2 rows[4];
+    uint32_t ratio;  // of both rows
+
+    __device__ __forceinline__ Fill(int warp, int lane) {
+      const int row = warp % 4 * 2 + lane / 16, begin = (lane >> 2 ^ lane >> 3) & 1;
+      // Of the dimensions that are not narrow nothing is done.
+      is_narrow = warp / 4 * (kDim / 2) + lane % 16 * 16 < L::kNarrow;
+      const int part = is_narrow ? lane % 16 : 0;
+      ratios = L::kRatios + row * 32 + warp / 4 * 16 + part / 4 * 4;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        from[j] = L::kRaw + row * L::kNarrow + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
+        to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
+        asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
+      }
+    }
+  };
+  __device__ __forceinline__ void take(Fill& fill, int quarter) const {
+    if constexpr (kPacked) {
+      barrier_wait(raw_full(quarter), fill.entry & 1);
+      if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        fill.rows[k] =
+            *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
+      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+    }
+  }
+  __device__ __forceinline__ void put(Fill& fill, int quarter) const {
+    const int slot = fill.entry & 1;
+    if constexpr (!kPacked) {
+      barrier_arrive(empty(slot, quarter));
+      if (quarter == 3) ++fill.entry;
+    } else {
+      if (fill.kind == kEnd) return;
+      if (fill.kind == kKeys) {
+        if (L::kNarrow == kDim || fill.is_narrow)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const uint2 x = fill.rows[k];
+            const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
+            *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
+                make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
+                           times(e4m3_high(x.y), by));
+          }
+        if (quarter == 3) fence_async(), barrier_arrive(full(slot));
+      }
+      barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
+      if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
+    }
+  }
+  static __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
+    const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+  __device__ __forceinline__ void take_and_put(Fill& fill) const {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+  }
+
+  // Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
+  // lanes of a head.
+  __device__ __forceinline__ uint4 exchanged(uint32_t (&w)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[j] : w[j + 1], 1);
+      (lane & 1 ? w[j] : w[j + 1]) = theirs;
+    }
+    // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
+    const bool is_upper = lane & 2;
+    const uint32_t x = __shfl_xor_sync(~0u, is_upper ? w[0] : w[2], 2);
+    const uint32_t y = __shfl_xor_sync(~0u, is_upper ? w[1] : w[3], 2);
+    return is_upper ? make_uint4(x, y, w[2], w[3]) : make_uint4(w[0], w[1], x, y);
+  }
+
+  __device__ __forceinline__ void multiply() const {
+    const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
+    uint32_t tile = 0, odd = 0, entry = 0;
+    Fill fill(warp, lane);
+    take_and_put(fill), take_and_put(fill);
+    bool started = false;  // with the item: the entry after its first tile is there
+    LaneLengths lengths(p, blockIdx.x, lane);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+      const int tiles = Item(p, i, lengths).tiles;
+      // Outputs so far, and the maximum they are relative to.
+      float o[128] = {}, relative[2];
+      if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
+      ++entry;
+      for (int left = tiles; left > 0; --left, ++tile, ++entry) {
+        const int buffer = tile % 2;
+        barrier_wait(ready(buffer), tile / 2 & 1);
+        const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
+        const float now[2] = {maxima[0], maxima[8]};
+        if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
+          const float factor[2] = {exp2_fast(relative[0] - now[0]), exp2_fast(relative[1] - now[1])};
+#pragma unroll
+          for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
+        }
+        relative[0] = now[0], relative[1] = now[1];
+        const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
+        const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
+        // Rows are widened while products of the next ones run.
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          products_begin();
+#pragma unroll
+          for (int term = 0; term < L::kTerms; ++term) {
+            const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
+            output_product<kPacked, 0>(o, w, rows);
+            output_product<kPacked, 64>(o, w, rows + (2 * kBlockBytes >> 4));
+          }
+          products_commit();
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
+          take(fill, step);
+        }
+        products_wait<0>();
+        strict_wait(1 + half);
+        barrier_arrive(used(buffer));
+        put(fill, 3);
+      }
+      const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+      const float factor[2] = {factors[0], factors[8]};
+      odd ^= 1;
+      lengths = LaneLengths(p, i + gridDim.x, lane);
+      const int head0 = (i & p.head_blocks - 1) * kHeads + row;
+      __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) +
+                                 int64_t{i >> p.head_blocks - 1} * p.out_token_stride + half * (kDim / 2) +
+                                 lane % 4 * 8;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (kPacked && c == 2) {
+          // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
+          started = fill.kind != kEnd;
+          if (started) {
+            barrier_wait(q_read(), odd);
+#pragma unroll
+            for (int quarter = 0; quarter < 2; ++quarter) take(fill, quarter), put(fill, quarter);
+          }
+        }
+        if (kPacked && c == 3 && started)
+#pragma unroll
+          for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int four = 0; four < 2; ++four) {  // blocks of 8 dimensions
+            uint32_t packed[4];
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+              const int j = c * 32 + four * 16 + b * 4 + h * 2;
+              packed[b] = pack_bf16(o[j] * factor[h], o[j + 1] * factor[h]);
+            }
+            const uint4 values = exchanged(packed);
+            if (head0 + h * 8 < p.heads)
+              *reinterpret_cast<uint4*>(out + (head0 + h * 8) * p.out_head_stride + c * 64 + four * 32) = values;
+          }
+      }
+    }
+  }
+};
+
+template <RowFormat FORMAT, bool FIRST>
+__global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(const __grid_constant__ Call p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
+  using L = Layout<FORMAT>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
+  const Block<FORMAT> block{{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}}};
+  if (threadIdx.x == 0) {
+    block.init();
+    if (p.is_mapped) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.q_map) : "memory");
+  }
+  wait_for_previous();
+  __syncthreads();
+  if (warp >= 12) {
+    give_registers<L::kFetchRegisters>();
+    block.template fetch<FIRST>();
+  } else if (warp >= 8) {
+    take_registers<L::kScoreRegisters>();
+    block.weigh();
+  } else {
+    take_registers<L::kOutputRegisters>();
+    block.multiply();
+  }
+#endif
+}
+
+template <RowFormat FORMAT>
+cudaError_t launch(const SparseMlaRows& call, int sms, cudaStream_t stream) {
+  using L = Layout<FORMAT>;
+  const Call p(call, L::kDims);
+  const auto with = [&](auto first) {
+    return launch_kernel<sparse_mla_m64_rows_kernel<FORMAT, decltype(first)::value>>(
+        p, min(p.items, sms), kBlockThreads, L::kTotal, 1, stream);
+  };
+  return call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+}
+
+}  // namespace m64_rows
+
+cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, int sms, cudaStream_t stream) {
+  using m64_rows::launch;
+  switch (call.format) {
+    case RowFormat::kV4: return launch<RowFormat::kV4>(call, sms, stream);
+    case RowFormat::kV32: return launch<RowFormat::kV32>(call, sms, stream);
+    case RowFormat::kBf16: return launch<RowFormat::kBf16>(call, sms, stream);
+    case RowFormat::kBf576: return launch<RowFormat::kBf576>(call, sms, stream);
+    case RowFormat::kE4M3: break;  // sparse_mla_m64.cu
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace mla
