@@ -94,22 +94,22 @@ struct LaneLengths {
 
   __device__ __forceinline__ LaneLengths(const Call& p, int i, int lane) {
     const int32_t* const lengths = lane & 1 ? p.sources[1].lengths : p.sources[0].lengths;
-    const uint32_t token = min(i, p.items - 1) >> p.head_blocks - 1;
-    mine = lengths ? lengths[divided(token, p.tokens_per_length)] : INT_MAX;
+    mine = lengths ? lengths[divided(min(i, p.items - 1) >> p.head_blocks - 1, p.tokens_per_length)] : INT_MAX;
   }
 };
 
 // 64 heads of a token, and its keys, those of the first source first. There are 128 heads at most, so head_blocks is 1
 // or 2, and nothing need be divided. Calls over such rows have no offsets.
 struct Item {
-  int token, head0, of_first, keys, tiles;
+  int of_first, keys;
 
-  __device__ __forceinline__ Item(const Call& p, int i, const LaneLengths& lengths) {
-    token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
+  __device__ __forceinline__ Item(const Call& p, const LaneLengths& lengths) {
     of_first = max(0, min(__shfl_sync(~0u, lengths.mine, 0), p.sources[0].width));
     keys = of_first + max(0, min(__shfl_sync(~0u, lengths.mine, 1), p.sources[1].width));
-    tiles = (max(keys, 1) + kTile - 1) / kTile;  // an empty tile, rather than none
   }
+  __device__ __forceinline__ int tiles() const { return (max(keys, 1) + kTile - 1) / kTile; }  // at least an empty one
+  static __device__ __forceinline__ int token(const Call& p, int i) { return i >> p.head_blocks - 1; }
+  static __device__ __forceinline__ int head0(const Call& p, int i) { return (i & p.head_blocks - 1) * kHeads; }
 };
 
 // The narrow part of a row, by one instruction; its bytes are counted by the barrier.

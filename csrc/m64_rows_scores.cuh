@@ -22,7 +22,7 @@ struct Scores : Storage<FORMAT> {
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
     LaneLengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = Item(p, i, lengths).tiles;
+      const int tiles = Item(p, lengths).tiles();
       uint32_t q[16][4], tail[kTailSteps + 1][4];
       float scale[2] = {p.bmm1 * kLog2e, p.bmm1 * kLog2e};
       barrier_wait(q_full(), odd);
@@ -118,7 +118,7 @@ struct Scores : Storage<FORMAT> {
           lengths = LaneLengths(p, i + gridDim.x, lane);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int head = (i & p.head_blocks - 1) * kHeads + row + h * 8;
+            const int head = Item::head0(p, i) + row + h * 8;
             sink[h] = p.sinks && head < p.heads ? p.sinks[head] : -INFINITY;
           }
         }
@@ -220,11 +220,11 @@ struct Scores : Storage<FORMAT> {
         barrier_arrive(ready(buffer));
       }
       if (p.lse) {
-        const int head = (i & p.head_blocks - 1) * kHeads + row;
+        const int head = Item::head0(p, i) + row;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (t == 0 && head + h * 8 < p.heads)
-            write_statistics(p, i >> p.head_blocks - 1, head + h * 8, maximum[h], sum[h], most[h]);
+            write_statistics(p, Item::token(p, i), head + h * 8, maximum[h], sum[h], most[h]);
         }
       }
       odd ^= 1;

@@ -26,12 +26,19 @@ struct Block : Scores<FORMAT> {
   __device__ __forceinline__ const uint8_t* row_of(const uint8_t* mine, int lane_of_row) const {
     return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
   }
+  // What follows from the lane is found again for each tile, since registers are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
   // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
   __device__ __forceinline__ uint32_t waiting(int k) const { return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16; }
   // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4).
   template <bool FIRST>
   __device__ __forceinline__ void ask_for_scales(float (&scales)[4], const uint8_t* mine, uint32_t to_scales,
                                                  unsigned there, int first_lane) const {
+    const int lane = lane_again();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int of = first_lane + k * 4 + lane / 8;
@@ -51,7 +58,7 @@ struct Block : Scores<FORMAT> {
   // writes them, and the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
   __device__ __forceinline__ void prepare(uint32_t (&inverse)[4], const float (&scales)[4], unsigned there,
                                           uint32_t entry) const {
-    const int quarter = warp % 4;
+    const int quarter = warp % 4, lane = lane_again();
     __half ratios[4];
     if constexpr (kIsV4) copies_wait();
 #pragma unroll
@@ -88,8 +95,7 @@ struct Block : Scores<FORMAT> {
   }
   // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
   __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
-    int at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
-    asm volatile("" : "+r"(at));  // found again for each entry, since registers are few
+    const int lane = lane_again(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
     *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
   }
   __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
@@ -97,6 +103,7 @@ struct Block : Scores<FORMAT> {
   template <bool FIRST>
   __device__ __forceinline__ void fetch_tail(const uint32_t (&inverse)[4], const uint8_t* mine, unsigned there,
                                              int first_lane, uint32_t entry) const {
+    const int lane = lane_again();
     uint4 values[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -139,34 +146,38 @@ struct Block : Scores<FORMAT> {
             static_cast<uint16_t>(there);
       }
     };
-    // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
+    // A lane looks up a row of two tiles, two tiles ahead; false after the last item. What is no index of a row, as a
+    // negative one, is that of a missing row.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
-    int i = blockIdx.x, key0 = -2 * kTile;
-    Item item(p, i, LaneLengths(p, i, lane));
+    int i = blockIdx.x, key0 = -2 * kTile, index;
+    Item item(p, LaneLengths(p, i, lane));
     LaneLengths next_lengths(p, i + gridDim.x, lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
-      if (key0 >= item.tiles * kTile) {
+      if (key0 >= item.tiles() * kTile) {
         i += gridDim.x;
-        if (i >= p.items) return -2;
-        item = Item(p, i, next_lengths), key0 = 0;
+        if (i >= p.items) return false;
+        item = Item(p, next_lengths), key0 = 0;
         next_lengths = LaneLengths(p, i + gridDim.x, lane);
       }
       const int key = key0 + my_key;
-      if (key >= item.keys) return -1;
-      const bool is_first = key < item.of_first;
-      const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
-      const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
-      return max(indices[item.token * stride + key - (is_first ? 0 : item.of_first)], -1);
+      index = -1;
+      if (key < item.keys) {
+        const bool is_first = key < item.of_first;
+        const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
+        const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
+        index = indices[Item::token(p, i) * stride + key - (is_first ? 0 : item.of_first)];
+      }
+      return true;
     };
-    int index = look_up();
-    while (index != -2) {
+    bool is_more = look_up();
+    while (is_more) {
       const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
       const Row mine(pool, index);
       // Of V4's rows of 576 bytes those that follow in the page, and behind them 8 bytes for each row of the page.
       const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
       const unsigned there = __ballot_sync(~0u, mine.exists);
-      const bool starts = key0 == 0, two = key0 + kTile < item.tiles * kTile;
+      const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
       if (starts) {
         announce(kQ, 0);
         if constexpr (kPacked) {
@@ -175,7 +186,7 @@ struct Block : Scores<FORMAT> {
         } else {
           barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         }
-        fetch_q<FIRST>(item, entry & 1);
+        fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
         arrive(q_full());
         ++entry;
       }
@@ -212,7 +223,7 @@ struct Block : Scores<FORMAT> {
           copies_arrive(full(entry & 1));
           arrive(full(entry & 1));
         }
-        if (t == 0) index = look_up();
+        if (t == 0) is_more = look_up();
       }
     }
     if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
@@ -239,7 +250,7 @@ struct Block : Scores<FORMAT> {
 
   // 64 heads of q as they are.
   template <bool FIRST>
-  __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
+  __device__ __forceinline__ void fetch_q(int token, int head0, int slot) const {
     const int row0 = warp % 4 * 16;
     if (p.is_mapped) {
       if (lane == 0) {
@@ -247,16 +258,16 @@ struct Block : Scores<FORMAT> {
         barrier_expect(q_full(), 16 * L::kDims * 2);
 #pragma unroll
         for (int c = 0; c < L::kDims / 64; ++c)
-          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, item.head0 + row0, item.token,
+          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, head0 + row0, token,
                         q_full());
       }
       __syncwarp();
       barrier_arrive(q_full());
     } else {
-      const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
+      const int64_t first = token * p.q_token_stride + head0 * p.q_head_stride;
 #pragma unroll 1
       for (int r = row0 + lane / 8; r < row0 + 16; r += 4) {
-        const bool is = item.head0 + r < p.heads;
+        const bool is = head0 + r < p.heads;
         const __nv_bfloat16* const from =
             static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane % 8 * 8;
 #pragma unroll
@@ -361,7 +372,7 @@ struct Block : Scores<FORMAT> {
     bool started = false;  // with the item: the entry after its first tile is there
     LaneLengths lengths(p, blockIdx.x, lane);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = Item(p, i, lengths).tiles;
+      const int tiles = Item(p, lengths).tiles();
       // Outputs so far, and the maximum they are relative to.
       float o[128] = {}, relative[2];
       if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
@@ -402,9 +413,9 @@ struct Block : Scores<FORMAT> {
       const float factor[2] = {factors[0], factors[8]};
       odd ^= 1;
       lengths = LaneLengths(p, i + gridDim.x, lane);
-      const int head0 = (i & p.head_blocks - 1) * kHeads + row;
+      const int head0 = Item::head0(p, i) + row;
       __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) +
-                                 int64_t{i >> p.head_blocks - 1} * p.out_token_stride + half * (kDim / 2) +
+                                 int64_t{Item::token(p, i)} * p.out_token_stride + half * (kDim / 2) +
                                  lane % 4 * 8;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
