@@ -30,7 +30,7 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr bool kHasTail = R::kDims > kDim;   // 64 dimensions of keys alone, BF16
   static constexpr int kTerms = kPacked ? 1 : 2;      // BF16 weights come as high and low part
   static constexpr int kOutputRegisters = 160;
-  static constexpr int kScoreRegisters = 144;
+  static constexpr int kScoreRegisters = kPacked ? 144 : 152;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kTail = 2 * kTileBytes;        // [2 slots]
   static constexpr int kSecondQ = kTail + (kHasTail ? 2 * kBlockBytes : 0);  // dimensions 256 to 511

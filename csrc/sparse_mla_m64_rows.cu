@@ -196,8 +196,6 @@ struct Block : Scores<FORMAT> {
         const unsigned bits = there >> t * 16 & 0xFFFF;
         announce(kKeys, bits);
         if constexpr (kPacked) {
-          float scales[4];
-          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);
           // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
           const uint32_t to = L::kRaw + row0 * L::kNarrow;
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
@@ -206,6 +204,8 @@ struct Block : Scores<FORMAT> {
                   make_uint4(0, 0, 0, 0);
           fence_async();  // what was read there, and zeros written there, before the copies
           __syncwarp();
+          float scales[4];
+          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);  // after the fence, which would wait for them
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
           if (lane / 16 == t && bits >> lane % 16 & 1)
             copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
