@@ -33,10 +33,7 @@ struct Scores : Storage<FORMAT> {
       for (int step = 0; step < 16; ++step) read_q(q[step], step);
 #pragma unroll
       for (int step = 0; step < kTailSteps; ++step) read_q(tail[step], 32 + step);
-      // Of the second half a quarter waits in registers that scores will need; the rest, for which there are none, is
-      // read again.
-      constexpr int kKept = 0;
-      uint32_t kept[kKept + 1][4], inverse[2];
+      [[maybe_unused]] uint32_t inverse[2];
       const auto to_half = [&](uint32_t (&x)[4]) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) x[k] = scaled_to_half(x[k], inverse[k % 2]);
@@ -49,15 +46,11 @@ struct Scores : Storage<FORMAT> {
           for (int k = 0; k < 4; ++k) largest[k % 2] = larger_magnitudes(largest[k % 2], x[k]);
         };
 #pragma unroll
-        for (int step = 0; step < kKept; ++step) read_q(kept[step], 32 - kKept + step);
-#pragma unroll
         for (int step = 0; step < 16; ++step) look_at(q[step]);
 #pragma unroll
         for (int step = 0; step < kTailSteps; ++step) look_at(tail[step]);
 #pragma unroll
-        for (int step = 0; step < kKept; ++step) look_at(kept[step]);
-#pragma unroll
-        for (int step = 16; step < 32 - kKept; step += 2) {
+        for (int step = 16; step < 32; step += 2) {
           uint32_t x[2][4];
           read_q(x[0], step), read_q(x[1], step + 1);
           look_at(x[0]), look_at(x[1]);
@@ -72,14 +65,14 @@ struct Scores : Storage<FORMAT> {
           scale[h] *= power.x, inverse[h] = __float_as_uint(power.y) >> 16 | __float_as_uint(power.y);
         }
       }
-      // The second half of the dimensions goes where there is room for it.
+      // The second half of the dimensions, for which there are no registers, is read again, and goes where there is room.
       const auto write_q = [&](uint32_t (&x)[4], int step) {
         if constexpr (kPacked) to_half(x);
         stmatrix(base + L::kSecondQ + (step - 16) / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)),
                  x[0], x[1], x[2], x[3]);
       };
 #pragma unroll 1
-      for (int step = 16; step < 32 - kKept; step += 4) {
+      for (int step = 16; step < 32; step += 4) {
         uint32_t x[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) read_q(x[j], step + j);
@@ -89,8 +82,6 @@ struct Scores : Storage<FORMAT> {
       barrier_arrive(q_read());
       if (kPacked && L::kHasTail) barrier_arrive(tail_empty(entry & 1));
       ++entry;
-#pragma unroll
-      for (int step = 0; step < kKept; ++step) write_q(kept[step], 32 - kKept + step);
       if constexpr (kPacked) {
 #pragma unroll
         for (int step = 0; step < 16; ++step) to_half(q[step]);
@@ -144,8 +135,6 @@ struct Scores : Storage<FORMAT> {
         const auto powers = [&](int n) {
           return uint32_t{*reinterpret_cast<const uint16_t*>(of_rows + n * 8 + 2 * t)};
         };
-        uint2 there;
-        if constexpr (!kPacked) there = *reinterpret_cast<const uint2*>(of_rows);
         products_wait<0>();
         strict_wait(3);
         if (kPacked && L::kHasTail) barrier_arrive(tail_empty(slot));
@@ -161,6 +150,7 @@ struct Scores : Storage<FORMAT> {
         } else {
 #pragma unroll
           for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
+          const uint2 there = *reinterpret_cast<const uint2*>(of_rows);
           if ((there.x & there.y) != ~0u) {
 #pragma unroll
             for (int j = 0; j < 32; ++j) {
