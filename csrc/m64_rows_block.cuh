@@ -38,13 +38,16 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kWeights = kRaw + kTile * R::kNarrow;                 // [2][kTerms]
   static constexpr int kMaximum = kWeights + 2 * kTerms * kBlockBytes;       // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;                  // [items, even and odd][kHeads]
-  // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
+  // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied. That of 128
+  // dimensions is no power of two, and comes as what fp16 makes of it and what that leaves.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
+  static constexpr int kRatioTerms = R::kScales == Scales::kFloat ? 2 : 1;
+  // Wide parts that are values, [4 warps][4][32 lanes].
+  static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
   // [4 entries][kTile], a byte each: the power of two that a row was divided by, as the exponent of a float32; 0 of a
   // missing row. Of BF16 rows [4 entries], a bit for every row.
-  static constexpr int kPowers = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
-  static constexpr int kWaiting = kPowers + 4 * kTile;  // wide parts that are values, [4 warps][4][32 lanes]
-  static constexpr int kKind = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);  // [4 entries]
+  static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
+  static constexpr int kKind = kPowers + 4 * kTile;  // [4 entries]
   static constexpr int kBarriers = kKind + 4 * 4;
   static constexpr int kTotal = kBarriers + 18 * 8;
   static_assert(kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");

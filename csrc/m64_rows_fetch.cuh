@@ -41,7 +41,11 @@ struct Fetch : Storage<FORMAT> {
       if constexpr (kIsV4) {
         const uint8_t* const from = row + int64_t{__shfl_sync(~0u, to_scales, of)} * 8 + lane % 8;
         if (exists && lane % 8 < L::kGroups) scales[k] = __uint_as_float(load_scale<true>(from) << 23);
-        copy16<FIRST>(base + waiting(k), row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
+        // Its place is no sum of what all lanes have alike and the lane's own. With a cache policy ptxas (13.0.88) made one
+        // address of the two, which the instruction has no room for: it was an illegal one.
+        static_assert(L::kWaiting % 512 == 0, "the lane's part is apart from the rest");
+        const uint32_t to = (base + L::kWaiting + warp % 4 * 2048 ^ lane * 16) + k * 512;
+        copy16<FIRST>(to, row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
       } else {
         if (exists) scales[k] = __uint_as_float(load_scale<false>(row + L::kNarrow + lane % 8 / 2 * 4));
       }
@@ -69,7 +73,9 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll
       for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
       power = min(max(power, 127 - 100), 127 + 100);
-      ratios[k] = __float2half_rn(scales[k] * __int_as_float((254 - power) << 23));
+      const float ratio = scales[k] * __int_as_float((254 - power) << 23);
+      ratios[k] = __float2half_rn(ratio);
+      if (L::kRatioTerms > 1 && lane & 1) ratios[k] = __float2half_rn(ratio - __half2float(ratios[k]));
       inverse[k] = (254 - power) * 0x00800080;
       if constexpr (kIsV4)
         *reinterpret_cast<uint4*>(smem + waiting(k)) =

@@ -33,14 +33,14 @@ struct Outputs : Storage<FORMAT> {
     int kind = kEnd;
     bool is_narrow;
     uint2 rows[4];
-    uint32_t ratio;  // of both rows
+    uint32_t ratio[L::kRatioTerms];  // of both rows
 
     __device__ __forceinline__ Fill(int warp, int lane) {
       const int row = warp % 4 * 2 + lane / 16, begin = (lane >> 2 ^ lane >> 3) & 1;
       // Of the dimensions that are not narrow nothing is done.
       is_narrow = warp / 4 * (kDim / 2) + lane % 16 * 16 < L::kNarrow;
       const int part = is_narrow ? lane % 16 : 0;
-      ratios = L::kRatios + row * 32 + warp / 4 * 16 + part / 4 * 4;
+      ratios = L::kRatios + row * 32 + warp / 4 * 16 + part / 4 / L::kRatioTerms * L::kRatioTerms * 4;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         from[j] = L::kRaw + row * L::kNarrow + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
@@ -57,7 +57,12 @@ struct Outputs : Storage<FORMAT> {
       for (int k = 0; k < 4; ++k)
         fill.rows[k] =
             *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
-      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+      if constexpr (L::kRatioTerms == 1) {
+        fill.ratio[0] = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+      } else {
+        const uint2 ratio = *reinterpret_cast<const uint2*>(smem + fill.ratios + quarter * 256);
+        fill.ratio[0] = ratio.x, fill.ratio[1] = ratio.y;
+      }
     }
   }
   __device__ __forceinline__ void put(Fill& fill, int quarter) const {
@@ -72,7 +77,10 @@ struct Outputs : Storage<FORMAT> {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const uint2 x = fill.rows[k];
-            const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
+            uint32_t by[L::kRatioTerms];
+#pragma unroll
+            for (int term = 0; term < L::kRatioTerms; ++term)
+              by[term] = __byte_perm(fill.ratio[term], 0, k < 2 ? 0x1010 : 0x3232);
             *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
                 make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
                            times(e4m3_high(x.y), by));
@@ -83,8 +91,14 @@ struct Outputs : Storage<FORMAT> {
       if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
     }
   }
-  static __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
-    const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
+  // Rounded once, but for what the second term's product loses.
+  static __device__ __forceinline__ uint32_t times(uint32_t x, const uint32_t (&by)[L::kRatioTerms]) {
+    const auto half2 = [](const uint32_t& word) { return reinterpret_cast<const __half2&>(word); };
+    __half2 r;
+    if constexpr (L::kRatioTerms == 1)
+      r = __hmul2(half2(x), half2(by[0]));
+    else
+      r = __hfma2(half2(x), half2(by[0]), __hmul2(half2(x), half2(by[1])));
     return reinterpret_cast<const uint32_t&>(r);
   }
   __device__ __forceinline__ void take_and_put(Fill& fill) const {
