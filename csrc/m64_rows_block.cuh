@@ -63,11 +63,17 @@ struct Layout : RowLayout<FORMAT> {
 
 // A call, and q as a tensor of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose layout in
 // shared memory is that of an operand. Heads that do not exist come as zeros.
+// An item is a token and 64 of its heads. What blocks take is a unit: one of the first `whole` items, or a part of the
+// keys of one of the others.
 struct Call : RowParams {
   CUtensorMap q_map;
   bool is_mapped;  // else threads copy it: strides that such a tensor cannot have
+  int whole, units;
+  Divisor parts;
 
-  Call(const SparseMlaRows& call, int dims) : RowParams(call, kHeads, 1), q_map{}, is_mapped(false) {
+  Call(const SparseMlaRows& call, int dims, const M64Division& division)
+      : RowParams(call, kHeads, 1), q_map{}, is_mapped(false), whole(division.whole), parts(division.parts) {
+    units = whole + (items - whole) * division.parts;
     static const auto encode = [] {
       void* function = nullptr;
       cudaDriverEntryPointQueryResult found;
@@ -88,31 +94,51 @@ struct Call : RowParams {
                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
+  __device__ __forceinline__ int item(int unit) const {
+    return unit < whole ? unit : whole + static_cast<int>(divided(unit - whole, parts));
+  }
+  // Of units that are parts, in the workspace: outputs, divided by their sums of weights, as the threads of the two output
+  // warpgroups have them, 32 times 4 a thread; behind those of all units maxima, sums and largest scores,
+  // [units][3][kHeads].
+  __device__ __forceinline__ float4* outputs_of(int unit, int warp, int lane) const {
+    return static_cast<float4*>(workspace) + (static_cast<int64_t>(unit - whole) * 8 + warp) * 32 * 32 + lane;
+  }
+  __device__ __forceinline__ float* statistics_of(int unit) const {
+    return reinterpret_cast<float*>(outputs_of(units, 0, 0)) + static_cast<int64_t>(unit - whole) * 3 * kHeads;
+  }
 };
 
-// Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were
-// they the same in all lanes, the compiler would wait for them at once.
+// Lengths of a unit's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were they the same in all lanes, the compiler would wait for them at once.
 struct LaneLengths {
   int mine;
 
   __device__ __forceinline__ LaneLengths(const Call& p, int i, int lane) {
     const int32_t* const lengths = lane & 1 ? p.sources[1].lengths : p.sources[0].lengths;
-    mine = lengths ? lengths[divided(min(i, p.items - 1) >> p.head_blocks - 1, p.tokens_per_length)] : INT_MAX;
+    mine = lengths ? lengths[divided(p.item(min(i, p.units - 1)) >> p.head_blocks - 1, p.tokens_per_length)] : INT_MAX;
   }
 };
 
-// 64 heads of a token, and its keys, those of the first source first. There are 128 heads at most, so head_blocks is 1
-// or 2, and nothing need be divided. Calls over such rows have no offsets.
+// The keys of a unit, those of the first source first: `keys` from key `first` of its token on, of which those below
+// `of_first`, which may be negative, are of the first source. There are 128 heads at most, so head_blocks is 1 or 2, and
+// nothing need be divided by it. Calls over such rows have no offsets.
 struct Item {
-  int of_first, keys;
+  int of_first, keys, first = 0;
 
-  __device__ __forceinline__ Item(const Call& p, const LaneLengths& lengths) {
+  __device__ __forceinline__ Item(const Call& p, int unit, const LaneLengths& lengths) {
     of_first = max(0, min(__shfl_sync(~0u, lengths.mine, 0), p.sources[0].width));
     keys = of_first + max(0, min(__shfl_sync(~0u, lengths.mine, 1), p.sources[1].width));
+    if (unit >= p.whole) {
+      const uint32_t part = unit - p.whole - divided(unit - p.whole, p.parts) * p.parts.value, all = tiles();
+      first = divided(all * part, p.parts) * kTile;
+      keys = max(0, min(keys, static_cast<int>(divided(all * (part + 1), p.parts)) * kTile) - first);
+      of_first -= first;
+    }
   }
   __device__ __forceinline__ int tiles() const { return (max(keys, 1) + kTile - 1) / kTile; }  // at least an empty one
-  static __device__ __forceinline__ int token(const Call& p, int i) { return i >> p.head_blocks - 1; }
-  static __device__ __forceinline__ int head0(const Call& p, int i) { return (i & p.head_blocks - 1) * kHeads; }
+  static __device__ __forceinline__ int token(const Call& p, int i) { return p.item(i) >> p.head_blocks - 1; }
+  static __device__ __forceinline__ int head0(const Call& p, int i) {
+    return (p.item(i) & p.head_blocks - 1) * kHeads;
+  }
 };
 
 // The narrow part of a row, by one instruction; its bytes are counted by the barrier.

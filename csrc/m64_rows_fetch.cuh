@@ -149,14 +149,14 @@ struct Fetch : Storage<FORMAT> {
     // negative one, is that of a missing row.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
     int i = blockIdx.x, key0 = -2 * kTile, index;
-    Item item(p, LaneLengths(p, i, lane));
+    Item item(p, i, LaneLengths(p, i, lane));
     LaneLengths next_lengths(p, i + gridDim.x, lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
       if (key0 >= item.tiles() * kTile) {
         i += gridDim.x;
-        if (i >= p.items) return false;
-        item = Item(p, next_lengths), key0 = 0;
+        if (i >= p.units) return false;
+        item = Item(p, i, next_lengths), key0 = 0;
         next_lengths = LaneLengths(p, i + gridDim.x, lane);
       }
       const int key = key0 + my_key;
@@ -165,7 +165,7 @@ struct Fetch : Storage<FORMAT> {
         const bool is_first = key < item.of_first;
         const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
         const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
-        index = indices[Item::token(p, i) * stride + key - (is_first ? 0 : item.of_first)];
+        index = indices[Item::token(p, i) * stride + key + (is_first ? item.first : -item.of_first)];
       }
       return true;
     };

@@ -21,8 +21,8 @@ struct Scores : Storage<FORMAT> {
     const int lane_row = warp % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
     LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = Item(p, lengths).tiles();
+    for (int i = blockIdx.x; i < p.units; i += gridDim.x) {
+      const int tiles = Item(p, i, lengths).tiles();
       uint32_t q[16][4], tail[kTailSteps + 1][4];
       float scale[2] = {p.bmm1 * kLog2e, p.bmm1 * kLog2e};
       barrier_wait(q_full(), odd);
@@ -200,16 +200,22 @@ struct Scores : Storage<FORMAT> {
           for (int h = 0; h < 2; ++h) {
             sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
             sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            const float at = sink[h] * kLog2e;
+            float at = sink[h] * kLog2e, by = p.bmm2;
+            if (i >= p.whole) at = -INFINITY, by = 1.f;  // that of a part is an average of its keys alone
             const float shift = fmaxf(maximum[h], at), weight = exp2_fast(maximum[h] - shift);
             const float total = sum[h] * weight + exp2_fast(at - shift);
-            if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? p.bmm2 * weight / total : 0.f;
+            if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? by * weight / total : 0.f;
           }
         }
         fence_async();
         barrier_arrive(ready(buffer));
       }
-      if (p.lse) {
+      if (i >= p.whole) {
+        float* const to = p.statistics_of(i) + row;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (t == 0) to[h * 8] = maximum[h], to[kHeads + h * 8] = sum[h], to[2 * kHeads + h * 8] = most[h];
+      } else if (p.lse) {
         const int head = Item::head0(p, i) + row;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -13,6 +13,21 @@
 namespace mla {
 namespace m64_rows {
 
+// Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
+// lanes of a head.
+__device__ __forceinline__ uint4 exchanged(uint32_t (&w)[4], int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[j] : w[j + 1], 1);
+    (lane & 1 ? w[j] : w[j + 1]) = theirs;
+  }
+  // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
+  const bool is_upper = lane & 2;
+  const uint32_t x = __shfl_xor_sync(~0u, is_upper ? w[0] : w[2], 2);
+  const uint32_t y = __shfl_xor_sync(~0u, is_upper ? w[1] : w[3], 2);
+  return is_upper ? make_uint4(x, y, w[2], w[3]) : make_uint4(w[0], w[1], x, y);
+}
+
 // Outputs, 256 dimensions.
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
@@ -106,21 +121,6 @@ struct Outputs : Storage<FORMAT> {
     for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
   }
 
-  // Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
-  // lanes of a head.
-  __device__ __forceinline__ uint4 exchanged(uint32_t (&w)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[j] : w[j + 1], 1);
-      (lane & 1 ? w[j] : w[j + 1]) = theirs;
-    }
-    // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
-    const bool is_upper = lane & 2;
-    const uint32_t x = __shfl_xor_sync(~0u, is_upper ? w[0] : w[2], 2);
-    const uint32_t y = __shfl_xor_sync(~0u, is_upper ? w[1] : w[3], 2);
-    return is_upper ? make_uint4(x, y, w[2], w[3]) : make_uint4(w[0], w[1], x, y);
-  }
-
   __device__ __forceinline__ void multiply() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
     uint32_t tile = 0, odd = 0, entry = 0;
@@ -128,8 +128,8 @@ struct Outputs : Storage<FORMAT> {
     take_and_put(fill), take_and_put(fill);
     bool started = false;  // with the item: the entry after its first tile is there
     LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-      const int tiles = Item(p, lengths).tiles();
+    for (int i = blockIdx.x; i < p.units; i += gridDim.x) {
+      const int tiles = Item(p, i, lengths).tiles();
       // Outputs so far, and the maximum they are relative to.
       float o[128] = {}, relative[2];
       if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
@@ -188,6 +188,15 @@ struct Outputs : Storage<FORMAT> {
         if (kPacked && c == 3 && started)
 #pragma unroll
           for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+        if (i >= p.whole) {
+          float4* const to = p.outputs_of(i, warp, lane) + c * 8 * 32;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const float* const x = o + c * 32 + j * 4;
+            to[j * 32] = make_float4(x[0] * factor[0], x[1] * factor[0], x[2] * factor[1], x[3] * factor[1]);
+          }
+          continue;
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -198,7 +207,7 @@ struct Outputs : Storage<FORMAT> {
               const int j = c * 32 + four * 16 + b * 4 + h * 2;
               packed[b] = pack_bf16(o[j] * factor[h], o[j + 1] * factor[h]);
             }
-            const uint4 values = exchanged(packed);
+            const uint4 values = exchanged(packed, lane);
             if (head0 + h * 8 < p.heads)
               *reinterpret_cast<uint4*>(out + (head0 + h * 8) * p.out_head_stride + c * 64 + four * 32) = values;
           }
@@ -233,26 +242,92 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
 #endif
 }
 
+// Items whose keys were divided: 256 threads, which have places in an output as those above, for 32 of a thread's 256
+// values. Averages of parts are weighted by their sums, in the order of the keys.
+constexpr int kMergeBlocks = 8;  // an item
+__global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_constant__ Call p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  wait_for_previous();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % 4 * 16 + lane / 4;
+  const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts.value;
+  const int first = p.whole + blockIdx.x / kMergeBlocks * parts, head0 = Item::head0(p, first) + row;
+  float maximum[2] = {kNoMaximum, kNoMaximum}, sink[2], shift[2], total[2], keys[2] = {}, most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = head0 + h * 8;
+    sink[h] = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+    for (int part = 0; part < parts; ++part) {
+      const float* const of = p.statistics_of(first + part) + row + h * 8;
+      maximum[h] = fmaxf(maximum[h], of[0]), most[h] = fmaxf(most[h], of[2 * kHeads]);
+    }
+    shift[h] = fmaxf(maximum[h], sink[h]);
+    total[h] = exp2_fast(sink[h] - shift[h]);
+  }
+  float o[16] = {};
+#pragma unroll 2
+  for (int part = 0; part < parts; ++part) {
+    const float4* const from = p.outputs_of(first + part, warp, lane) + eighth * 4 * 32;
+    float4 x[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) x[b] = from[b * 32];
+    float weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* const of = p.statistics_of(first + part) + row + h * 8;
+      const float sum = of[kHeads];
+      weight[h] = exp2_fast(of[0] - shift[h]) * sum;
+      total[h] += weight[h], keys[h] += exp2_fast(of[0] - maximum[h]) * sum;
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      o[b * 4] = fmaf(weight[0], x[b].x, o[b * 4]), o[b * 4 + 1] = fmaf(weight[0], x[b].y, o[b * 4 + 1]);
+      o[b * 4 + 2] = fmaf(weight[1], x[b].z, o[b * 4 + 2]), o[b * 4 + 3] = fmaf(weight[1], x[b].w, o[b * 4 + 3]);
+    }
+  }
+  const int64_t token = Item::token(p, first);
+  __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + warp / 4 * (kDim / 2) +
+                             eighth * 32 + lane % 4 * 8;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = head0 + h * 8;
+    const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
+    uint32_t packed[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      packed[b] = pack_bf16(o[b * 4 + h * 2] * factor, o[b * 4 + h * 2 + 1] * factor);
+    const uint4 values = exchanged(packed, lane);
+    if (head < p.heads) {
+      *reinterpret_cast<uint4*>(out + head * p.out_head_stride) = values;
+      if (p.lse && eighth == 0 && warp < 4 && lane % 4 == 0)
+        write_statistics(p, token, head, maximum[h], keys[h], most[h]);
+    }
+  }
+#endif
+}
+
 template <RowFormat FORMAT>
-cudaError_t launch(const SparseMlaRows& call, int sms, cudaStream_t stream) {
+cudaError_t launch(const SparseMlaRows& call, const M64Division& division, int sms, cudaStream_t stream) {
   using L = Layout<FORMAT>;
-  const Call p(call, L::kDims);
+  const Call p(call, L::kDims, division);
   const auto with = [&](auto first) {
     return launch_kernel<sparse_mla_m64_rows_kernel<FORMAT, decltype(first)::value>>(
-        p, min(p.items, sms), kBlockThreads, L::kTotal, 1, stream);
+        p, min(p.units, sms), kBlockThreads, L::kTotal, 1, stream);
   };
-  return call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+  const cudaError_t error = call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+  if (error != cudaSuccess || p.whole == p.items) return error;
+  return launch_kernel<sparse_mla_m64_merge_kernel>(p, (p.items - p.whole) * kMergeBlocks, 256, 0, 1, stream);
 }
 
 }  // namespace m64_rows
 
-cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, int sms, cudaStream_t stream) {
+cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, const M64Division& division, int sms,
+                                       cudaStream_t stream) {
   using m64_rows::launch;
   switch (call.format) {
-    case RowFormat::kV4: return launch<RowFormat::kV4>(call, sms, stream);
-    case RowFormat::kV32: return launch<RowFormat::kV32>(call, sms, stream);
-    case RowFormat::kBf16: return launch<RowFormat::kBf16>(call, sms, stream);
-    case RowFormat::kBf576: return launch<RowFormat::kBf576>(call, sms, stream);
+    case RowFormat::kV4: return launch<RowFormat::kV4>(call, division, sms, stream);
+    case RowFormat::kV32: return launch<RowFormat::kV32>(call, division, sms, stream);
+    case RowFormat::kBf16: return launch<RowFormat::kBf16>(call, division, sms, stream);
+    case RowFormat::kBf576: return launch<RowFormat::kBf576>(call, division, sms, stream);
     case RowFormat::kE4M3: break;  // sparse_mla_m64.cu
   }
   return cudaErrorInvalidValue;
