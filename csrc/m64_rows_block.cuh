@@ -69,10 +69,11 @@ struct Call : RowParams {
   CUtensorMap q_map;
   bool is_mapped;  // else threads copy it: strides that such a tensor cannot have
   int whole, units;
-  Divisor parts;
+  uint32_t parts, inverse_parts;  // 2^32 over it, rounded up
 
   Call(const SparseMlaRows& call, int dims, const M64Division& division)
       : RowParams(call, kHeads, 1), q_map{}, is_mapped(false), whole(division.whole), parts(division.parts) {
+    inverse_parts = static_cast<uint32_t>(((uint64_t{1} << 32) + parts - 1) / parts);
     units = whole + (items - whole) * division.parts;
     static const auto encode = [] {
       void* function = nullptr;
@@ -95,7 +96,11 @@ struct Call : RowParams {
                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
   }
   __device__ __forceinline__ int item(int unit) const {
-    return unit < whole ? unit : whole + static_cast<int>(divided(unit - whole, parts));
+    return unit < whole ? unit : whole + in_parts(unit - whole);
+  }
+  // x over the parts, of x below 2^28. Not by __umulhi, which the uniform registers have not.
+  __device__ __forceinline__ int in_parts(uint32_t x) const {
+    return static_cast<int>(uint64_t{x} * inverse_parts >> 32);
   }
   // Of units that are parts, in the workspace: outputs, divided by their sums of weights, as the threads of the two output
   // warpgroups have them, 32 times 4 a thread; behind those of all units maxima, sums and largest scores,
@@ -128,9 +133,9 @@ struct Item {
     of_first = max(0, min(__shfl_sync(~0u, lengths.mine, 0), p.sources[0].width));
     keys = of_first + max(0, min(__shfl_sync(~0u, lengths.mine, 1), p.sources[1].width));
     if (unit >= p.whole) {
-      const uint32_t part = unit - p.whole - divided(unit - p.whole, p.parts) * p.parts.value, all = tiles();
-      first = divided(all * part, p.parts) * kTile;
-      keys = max(0, min(keys, static_cast<int>(divided(all * (part + 1), p.parts)) * kTile) - first);
+      const uint32_t part = unit - p.whole - p.in_parts(unit - p.whole) * p.parts, all = tiles();
+      first = p.in_parts(all * part) * kTile;
+      keys = max(0, min(keys, p.in_parts(all * (part + 1)) * kTile) - first);
       of_first -= first;
     }
   }

@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   wait_for_previous();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % 4 * 16 + lane / 4;
-  const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts.value;
+  const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts;
   const int first = p.whole + blockIdx.x / kMergeBlocks * parts, head0 = Item::head0(p, first) + row;
   float maximum[2] = {kNoMaximum, kNoMaximum}, sink[2], shift[2], total[2], keys[2] = {}, most[2] = {-INFINITY, -INFINITY};
 #pragma unroll

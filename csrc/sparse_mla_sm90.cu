@@ -90,7 +90,7 @@ struct M64Choice {
     // Temporary: "new" or "old", whatever the call is; "new3" with the keys of all items in 3 parts.
     if (const char* trial = std::getenv("MLA_TRIAL")) {
       is_it = std::strncmp(trial, "new", 3) == 0 || (is_it && std::strcmp(trial, "old") != 0);
-      if (std::strncmp(trial, "new", 3) == 0 && trial[3]) division = {0, trial[3] - '0'};
+      if (std::strncmp(trial, "new", 3) == 0 && trial[3] > '1') division = {0, trial[3] - '0'};
     }
   }
 };
