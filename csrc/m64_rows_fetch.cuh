@@ -217,8 +217,7 @@ struct Fetch : Storage<FORMAT> {
           else
             is_waiting = true;
         } else {
-          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
-          copy_bf16<FIRST>(mine.at, bits, t * 16, entry & 1);
+          copy_bf16<FIRST>(mine.at, bits, t * 16, entry);
           copies_arrive(full(entry & 1));
           arrive(full(entry & 1));
         }
@@ -227,24 +226,36 @@ struct Fetch : Storage<FORMAT> {
     }
     if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
   }
+  // Eight rows at a time: a shuffle waits until the copies before it have left.
   template <bool FIRST>
-  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, int slot) const {
-    const int row0 = warp % 4 * 16;
+  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, uint32_t entry) const {
+    const int row0 = warp % 4 * 16, slot = entry & 1;
     const uint32_t to = base + slot * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
 #pragma unroll
-    for (int r = 0; r < 16; ++r) {
-      const uint8_t* const from = row_of(mine, first_lane + r) + lane * 16;
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* from[8];
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-        copy16<FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from + c * 512, there >> r & 1 ? 16 : 0);
+      for (int r = 0; r < 8; ++r) from[r] = row_of(mine, first_lane + half * 8 + r) + lane * 16;
+      if (half == 0) barrier_wait(empty(slot, warp % 4), entry / 2 & 1);
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          copy16<FIRST>(to + half * 1024 + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from[r] + c * 512,
+                        there >> (half * 8 + r) & 1 ? 16 : 0);
     }
-    if constexpr (L::kHasTail)
+    if constexpr (L::kHasTail) {
+      const uint8_t* from[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        from[k] = row_of(mine, first_lane + k * 4 + lane / 8) + kDim * 2 + lane % 8 * 16;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int r = k * 4 + lane / 8;
-        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8),
-                      row_of(mine, first_lane + r) + kDim * 2 + lane % 8 * 16, there >> r & 1 ? 16 : 0);
+        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8), from[k],
+                      there >> r & 1 ? 16 : 0);
       }
+    }
   }
 
   // 64 heads of q as they are.
