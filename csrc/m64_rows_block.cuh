@@ -44,8 +44,8 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kRatioTerms = R::kScales == Scales::kFloat ? 2 : 1;
   // Wide parts that are values, [4 warps][4][32 lanes].
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
-  // [4 entries][kTile], a byte each: the power of two that a row was divided by, as the exponent of a float32; 0 of a
-  // missing row. Of BF16 rows [4 entries], a bit for every row.
+  // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as the
+  // exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
   static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
   static constexpr int kKind = kPowers + 4 * kTile;  // [4 entries]
   static constexpr int kBarriers = kKind + 4 * 4;

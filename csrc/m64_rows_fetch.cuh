@@ -83,7 +83,8 @@ struct Fetch : Storage<FORMAT> {
                        scaled_to_half(wide.z, inverse[k]), scaled_to_half(wide.w, inverse[k]));
       const int row = k * 4 + lane / 8;
       if (lane % 8 == 0)
-        smem[L::kPowers + entry % 4 * kTile + quarter * 16 + row] = static_cast<uint8_t>(there >> row & 1 ? power : 0);
+        smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
+            static_cast<uint8_t>(there >> row & 1 ? power : 0);
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

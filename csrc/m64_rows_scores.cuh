@@ -131,10 +131,14 @@ struct Scores : Storage<FORMAT> {
         }
         products_commit();
         const uint8_t* const of_rows = smem + L::kPowers + entry % 4 * kTile;
-        // Of two keys.
-        const auto powers = [&](int n) {
-          return uint32_t{*reinterpret_cast<const uint16_t*>(of_rows + n * 8 + 2 * t)};
-        };
+        // Those of a lane's 16 keys, or a bit for every key, asked for before the scores are waited for.
+        uint32_t powers[kPacked ? 4 : 2];
+        if constexpr (kPacked)
+          read_words(powers, of_rows + t * 16);
+        else
+          read_words(powers, of_rows);
+        // As the exponent of a float32, of key 8n + 2t + i.
+        const auto power = [&](int n, int i) { return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1; };
         products_wait<0>();
         strict_wait(3);
         if (kPacked && L::kHasTail) barrier_arrive(tail_empty(slot));
@@ -143,19 +147,19 @@ struct Scores : Storage<FORMAT> {
         if constexpr (kPacked) {
 #pragma unroll
           for (int j = 0; j < 32; ++j) {
-            const uint32_t power = exponent(powers(j / 4), j % 2);
-            const float log2 = power ? __uint_as_float(0x4B000000 | power) - (8388608.f + 127.f) : -INFINITY;
-            s[j] = fmaf(s[j] * __uint_as_float(power << 23), scale[j / 2 % 2], log2);
+            const uint32_t of = power(j / 4, j % 2);
+            const uint32_t number = __byte_perm(powers[j / 8], 0x4B000000, 0x7440 | (j / 4 % 2 * 2 + j % 2));
+            const float log2 = of ? __uint_as_float(number) - (8388608.f + 127.f) : -INFINITY;
+            s[j] = fmaf(s[j] * __uint_as_float(of), scale[j / 2 % 2], log2);
           }
         } else {
 #pragma unroll
           for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
-          const uint2 there = *reinterpret_cast<const uint2*>(of_rows);
-          if ((there.x & there.y) != ~0u) {
+          if ((powers[0] & powers[1]) != ~0u) {
 #pragma unroll
             for (int j = 0; j < 32; ++j) {
               const int key = j / 4 * 8 + 2 * t + j % 2;
-              if (!((key < 32 ? there.x : there.y) >> (key % 32) & 1)) s[j] = -INFINITY;
+              if (!(powers[j / 16] >> (key % 32) & 1)) s[j] = -INFINITY;
             }
           }
         }
@@ -177,14 +181,14 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           uint32_t high[4], low[4];
+          if constexpr (kPacked) powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];  // registers are few
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int j = n * 8 + 2 * k, h = k % 2;
             const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
             if constexpr (kPacked) {
-              const uint32_t of = powers(n * 2 + k / 2);  // read again, since registers are few
-              sum[h] = fmaf(x, inverse_power(exponent(of, 0)), sum[h]);
-              sum[h] = fmaf(y, inverse_power(exponent(of, 1)), sum[h]);
+              sum[h] = fmaf(x, __uint_as_float(0x7F000000 - power(n * 2 + k / 2, 0)), sum[h]);
+              sum[h] = fmaf(y, __uint_as_float(0x7F000000 - power(n * 2 + k / 2, 1)), sum[h]);
               high[k] = pack_half(x, y);
             } else {
               sum[h] += x + y;
@@ -226,9 +230,6 @@ struct Scores : Storage<FORMAT> {
       odd ^= 1;
     }
   }
-
-  static __device__ __forceinline__ uint32_t exponent(uint32_t pair, int of) { return of ? pair >> 8 : pair & 0xFF; }
-  static __device__ __forceinline__ float inverse_power(uint32_t power) { return __uint_as_float(254 - power << 23); }
 };
 
 }  // namespace m64_rows
