@@ -38,14 +38,14 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kWeights = kRaw + kTile * R::kNarrow;                 // [2][kTerms]
   static constexpr int kMaximum = kWeights + 2 * kTerms * kBlockBytes;       // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;                  // [items, even and odd][kHeads]
-  // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied. That of 128
-  // dimensions is no power of two, and comes as what fp16 makes of it and what that leaves.
+  // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied. That of
+  // 128 dimensions is no power of two, and comes as what fp16 makes of it and what that leaves.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
   static constexpr int kRatioTerms = R::kScales == Scales::kFloat ? 2 : 1;
   // Wide parts that are values, [4 warps][4][32 lanes].
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
-  // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as the
-  // exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
+  // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
+  // the exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
   static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
   static constexpr int kKind = kPowers + 4 * kTile;  // [4 entries]
   static constexpr int kBarriers = kKind + 4 * 4;
@@ -102,8 +102,8 @@ struct Call : RowParams {
   __device__ __forceinline__ int in_parts(uint32_t x) const {
     return static_cast<int>(uint64_t{x} * inverse_parts >> 32);
   }
-  // Of units that are parts, in the workspace: outputs, divided by their sums of weights, as the threads of the two output
-  // warpgroups have them, 32 times 4 a thread; behind those of all units maxima, sums and largest scores,
+  // Of units that are parts, in the workspace: outputs, divided by their sums of weights, as the threads of the two
+  // output warpgroups have them, 32 times 4 a thread; behind those of all units maxima, sums and largest scores,
   // [units][3][kHeads].
   __device__ __forceinline__ float4* outputs_of(int unit, int warp, int lane) const {
     return static_cast<float4*>(workspace) + (static_cast<int64_t>(unit - whole) * 8 + warp) * 32 * 32 + lane;
@@ -113,7 +113,8 @@ struct Call : RowParams {
   }
 };
 
-// Lengths of a unit's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were they the same in all lanes, the compiler would wait for them at once.
+// Lengths of a unit's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were they
+// the same in all lanes, the compiler would wait for them at once.
 struct LaneLengths {
   int mine;
 
@@ -124,8 +125,8 @@ struct LaneLengths {
 };
 
 // The keys of a unit, those of the first source first: `keys` from key `first` of its token on, of which those below
-// `of_first`, which may be negative, are of the first source. There are 128 heads at most, so head_blocks is 1 or 2, and
-// nothing need be divided by it. Calls over such rows have no offsets.
+// `of_first`, which may be negative, are of the first source. There are 128 heads at most, so head_blocks is 1 or 2,
+// and nothing need be divided by it. Calls over such rows have no offsets.
 struct Item {
   int of_first, keys, first = 0;
 

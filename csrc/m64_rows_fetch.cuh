@@ -14,8 +14,8 @@ struct Fetch : Storage<FORMAT> {
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
 
-  // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes, of
-  // the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
+  // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes,
+  // of the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
   __device__ __forceinline__ const uint8_t* row_of(const uint8_t* mine, int lane_of_row) const {
     return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
   }
@@ -26,7 +26,9 @@ struct Fetch : Storage<FORMAT> {
     return again;
   }
   // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
-  __device__ __forceinline__ uint32_t waiting(int k) const { return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16; }
+  __device__ __forceinline__ uint32_t waiting(int k) const {
+    return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16;
+  }
   // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4).
   template <bool FIRST>
   __device__ __forceinline__ void ask_for_scales(float (&scales)[4], const uint8_t* mine, uint32_t to_scales,
@@ -41,8 +43,8 @@ struct Fetch : Storage<FORMAT> {
       if constexpr (kIsV4) {
         const uint8_t* const from = row + int64_t{__shfl_sync(~0u, to_scales, of)} * 8 + lane % 8;
         if (exists && lane % 8 < L::kGroups) scales[k] = __uint_as_float(load_scale<true>(from) << 23);
-        // Its place is no sum of what all lanes have alike and the lane's own. With a cache policy ptxas (13.0.88) made one
-        // address of the two, which the instruction has no room for: it was an illegal one.
+        // Its place is no sum of what all lanes have alike and the lane's own. With a cache policy ptxas (13.0.88) made
+        // one address of the two, which the instruction has no room for: it was an illegal one.
         static_assert(L::kWaiting % 512 == 0, "the lane's part is apart from the rest");
         const uint32_t to = (base + L::kWaiting + warp % 4 * 2048 ^ lane * 16) + k * 512;
         copy16<FIRST>(to, row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
@@ -205,7 +207,8 @@ struct Fetch : Storage<FORMAT> {
           fence_async();  // what was read there, and zeros written there, before the copies
           __syncwarp();
           float scales[4];
-          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);  // after the fence, which would wait for them
+          // After the fence, which would wait for them.
+          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
           if (lane / 16 == t && bits >> lane % 16 & 1)
             copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));

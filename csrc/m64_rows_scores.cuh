@@ -65,7 +65,8 @@ struct Scores : Storage<FORMAT> {
           scale[h] *= power.x, inverse[h] = __float_as_uint(power.y) >> 16 | __float_as_uint(power.y);
         }
       }
-      // The second half of the dimensions, for which there are no registers, is read again, and goes where there is room.
+      // The second half of the dimensions, for which there are no registers, is read again, and goes where there is
+      // room.
       const auto write_q = [&](uint32_t (&x)[4], int step) {
         if constexpr (kPacked) to_half(x);
         stmatrix(base + L::kSecondQ + (step - 16) / 4 * kBlockBytes + swizzled(lane_row, step % 4 * 2 + (lane >> 4)),
@@ -138,7 +139,9 @@ struct Scores : Storage<FORMAT> {
         else
           read_words(powers, of_rows);
         // As the exponent of a float32, of key 8n + 2t + i.
-        const auto power = [&](int n, int i) { return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1; };
+        const auto power = [&](int n, int i) {
+          return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1;
+        };
         products_wait<0>();
         strict_wait(3);
         if (kPacked && L::kHasTail) barrier_arrive(tail_empty(slot));
@@ -181,7 +184,8 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           uint32_t high[4], low[4];
-          if constexpr (kPacked) powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];  // registers are few
+          // Read again, since registers are few.
+          if constexpr (kPacked) powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int j = n * 8 + 2 * k, h = k % 2;

@@ -1,9 +1,9 @@
 // Sparse MLA over the rows of vLLM's own caches for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
 //
-// Heads on M, S = Q K^T and O = P V, with a role for each warpgroup, as in sparse_mla_m64.cu. Operands of packed rows are
-// fp16. A row is divided by a power of two, so that it and its weights are in range: its narrow part is widened and
-// multiplied by its scales, over that power, by the warpgroups that multiply weights by rows; its wide part is small, and
-// is converted by the warps that fetch. BF16 rows are operands as they are.
+// Heads on M, S = Q K^T and O = P V, with a role for each warpgroup, as in sparse_mla_m64.cu. Operands of packed rows
+// are fp16. A row is divided by a power of two, so that it and its weights are in range: its narrow part is widened and
+// multiplied by its scales, over that power, by the warpgroups that multiply weights by rows; its wide part is small,
+// and is converted by the warps that fetch. BF16 rows are operands as they are.
 
 #include <type_traits>
 
@@ -251,7 +251,8 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % 4 * 16 + lane / 4;
   const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts;
   const int first = p.whole + blockIdx.x / kMergeBlocks * parts, head0 = Item::head0(p, first) + row;
-  float maximum[2] = {kNoMaximum, kNoMaximum}, sink[2], shift[2], total[2], keys[2] = {}, most[2] = {-INFINITY, -INFINITY};
+  float maximum[2] = {kNoMaximum, kNoMaximum}, most[2] = {-INFINITY, -INFINITY};
+  float sink[2], shift[2], total[2], keys[2] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head0 + h * 8;

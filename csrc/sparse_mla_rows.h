@@ -57,8 +57,8 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
 
-// Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of the
-// others' keys so many parts, which the workspace holds.
+// Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of
+// the others' keys so many parts, which the workspace holds.
 struct M64Division {
   int whole, parts;
 };
