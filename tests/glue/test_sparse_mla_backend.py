@@ -327,7 +327,7 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
 def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
-    """Ours where stock vLLM has none, without FlashInfer, and where it serves; all else is as without the series."""
+    """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""
     cases = [("v32", {}), ("glm", {"kv_cache_dtype": "fp8"}), ("dense", {}), BLOCK[:2], SINKS[:2]]
     if capability == "9.0":
         cases.append(("v4", {"kv_cache_dtype": "fp8", "block_size": 256}))
