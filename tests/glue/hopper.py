@@ -25,6 +25,8 @@ flash_attn = types.ModuleType("vllm_flash_attn")
 for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "compile_flash_attn_varlen_func_from_specs"):
     setattr(flash_attn, name, None)
 sys.modules["vllm.vllm_flash_attn"] = flash_attn
+# It takes memory of a GPU when it is imported, and serves dense MLA only.
+sys.modules["vllm.v1.attention.backends.mla.cutlass_mla"] = None
 library = torch.library.Library("_C", "FRAGMENT")
 for name in ("supports_fp8", "supports_block_fp8", "supports_fp4"):
     library.define(f"cutlass_scaled_mm_{name}(int capability) -> bool")
