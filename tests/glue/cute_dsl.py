@@ -1,13 +1,13 @@
 """Runs in a process of its own: an NVFP4 linear by FlashInfer's CuTe DSL product, with no GPU in the machine.
 
-Real: the linear, vLLM's and FlashInfer's functions, the compiler, and the checks that the compiled launcher makes of
-its arguments. Stood in for: the GPU's properties (CAPABILITY is as in hopper.py) and the quantisation of activations.
+Real: the linear, vLLM's and FlashInfer's functions, the compiler, and the compiled launcher's checks of its
+arguments. Stood in for: the GPU's properties (CAPABILITY is as in hopper.py) and the quantisation of activations.
 Reads a JSON list of [tokens, outputs, inputs], and prints for each what was compiled and what the launcher said.
 """
 
-import contextlib
 import ctypes
 import json
+import multiprocessing
 import struct
 import sys
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import hopper  # before vLLM is imported
 import torch
 
-SMS = 148  # of a B200
-torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS, name="NVIDIA B200")
+B200 = SimpleNamespace(multi_processor_count=148, name="NVIDIA B200")
+torch.cuda.get_device_properties = lambda device=None: B200
 torch.cuda.get_device_capability = lambda device=None: tuple(hopper.CAPABILITY)
 
 import cutlass.cute as cute  # noqa: E402
@@ -93,16 +93,24 @@ operator = vllm.utils.flashinfer.flashinfer_mm_fp4
 operator.register_kernel("cpu")(operator._init_fn)
 nvfp4_linear.ops.scaled_fp4_quant = quantised
 nvfp4_linear._serves_deepseek_v4 = lambda: True
-with contextlib.redirect_stdout(sys.stderr):
-    supported = nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported()
+
+
+def found_for(shape):
+    tokens, outputs, inputs = shape
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
+    scale = torch.ones(outputs, inputs // nvfp4_linear.GROUP).to(torch.float8_e4m3fn)
+    layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    layer.input_global_scale_inv, layer.alpha = torch.ones(()), torch.ones(())
+    layer.output_size_per_partition = outputs
     kernel = object.__new__(nvfp4_linear.CuTeDSLNvFp4LinearKernel)
-    for tokens, outputs, inputs in json.load(sys.stdin):
-        layer = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(torch.zeros(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
-        scale = torch.ones(outputs, inputs // nvfp4_linear.GROUP).to(torch.float8_e4m3fn)
-        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
-        layer.input_global_scale_inv, layer.alpha = torch.ones(()), torch.ones(())
-        layer.output_size_per_partition = outputs
-        kernel.process_weights_after_loading(layer)
-        kernel.apply_weights(layer, torch.zeros(tokens, inputs, dtype=torch.bfloat16))
-print(json.dumps({"supported": supported, "found": found}))
+    kernel.process_weights_after_loading(layer)
+    kernel.apply_weights(layer, torch.zeros(tokens, inputs, dtype=torch.bfloat16))
+    return found.pop()
+
+
+supported = nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported()
+# A process for each: without a driver the launchers' library starts once, and waits for ever when it starts again.
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    answers = pool.map(found_for, json.load(sys.stdin), chunksize=1)
+print(json.dumps({"supported": supported, "found": answers}))
