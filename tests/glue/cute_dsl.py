@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import struct
 import sys
+import traceback
 from types import SimpleNamespace
 
 import hopper  # before vLLM is imported
@@ -109,8 +110,15 @@ def found_for(shape):
     return found.pop()
 
 
+def answer(shape):
+    try:
+        return found_for(shape)
+    except Exception:  # the compiler's own cannot be sent between processes
+        raise RuntimeError(traceback.format_exc()) from None
+
+
 supported = nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported()
 # A process for each: without a driver the launchers' library starts once, and waits for ever when it starts again.
 with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-    answers = pool.map(found_for, json.load(sys.stdin), chunksize=1)
+    answers = pool.map_async(answer, json.load(sys.stdin), chunksize=1).get(timeout=240)
 print(json.dumps({"supported": supported, "found": answers}))
