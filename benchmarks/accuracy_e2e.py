@@ -107,6 +107,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "flashmla_compiled": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": {}},
 }
 
+
 def sparse_mla_run(name: str, served_by: str) -> dict[str, Any]:
     """One of `SPARSE_MLA`, with a worker that counts; served_by: "reference", "ours" or "flashmla"."""
     counting, reference = "features.drop_in_calls.DropInCalls", "reference_attention.ReferenceAttention"

@@ -74,7 +74,7 @@ def attention_share(folder: Path) -> dict[str, Any]:
         kind[0] += time
         kind[1] += 1 / len(steps)
     total = sum(times.values())
-    attention = sum(time for name, time in times.items() if ATTENTION.search(name))
+    attention = kinds["attention"][0]
     longest = sorted(times, key=lambda name: -times[name])[:12]
     return {
         "steps": dict(collections.Counter(steps)),

@@ -26,7 +26,8 @@ logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
-_OPTIONS = (SETTING, "dsv4_scales", "dsv4_fp8_experts")
+_FP8_EXPERTS = "dsv4_fp8_experts"
+_OPTIONS = (SETTING, "dsv4_scales", _FP8_EXPERTS)
 _PROVIDER = "sm90"
 # The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
 # rows and prefills over BF16; V3.2 pads either call by itself.
@@ -196,9 +197,9 @@ def switched_on(additional_config: object) -> bool:
                 f"--additional-config has no option {name}; those of the overlay are "
                 f"{', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}."
             )
-    if _OPTIONS[-1] in options and not _has_fp8_experts():
+    if _FP8_EXPERTS in options and not _has_fp8_experts():
         raise ValueError(
-            f"{_OPTIONS[-1]} in --additional-config needs the series fp8-experts, "
+            f"{_FP8_EXPERTS} in --additional-config needs the series fp8-experts, "
             "which is not applied."
         )
     setting = options.get(SETTING)
