@@ -25,6 +25,8 @@ flash_attn = types.ModuleType("vllm_flash_attn")
 for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "compile_flash_attn_varlen_func_from_specs"):
     setattr(flash_attn, name, None)
 sys.modules["vllm.vllm_flash_attn"] = flash_attn
+# It takes memory of a GPU when it is imported, and serves dense MLA only.
+sys.modules["vllm.v1.attention.backends.mla.cutlass_mla"] = None
 library = torch.library.Library("_C", "FRAGMENT")
 for name in ("supports_fp8", "supports_block_fp8", "supports_fp4"):
     library.define(f"cutlass_scaled_mm_{name}(int capability) -> bool")
@@ -58,6 +60,7 @@ models._LazyRegisteredModel.inspect_model_cls = model_info
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.v1.attention import selector  # noqa: E402
 
 try:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -197,6 +200,22 @@ def describe_layers(config):
     }
 
 
+def selected(config):
+    """The class that vLLM's selector takes for a layer of MLA other than DeepSeek V4's, or why it takes none."""
+    model, cache = config.model_config, config.cache_config
+    selector._cached_get_attn_backend.cache_clear()  # another model may have asked alike
+    try:
+        with set_current_vllm_config(config):
+            backend = selector.get_attn_backend(
+                model.get_head_size(), model.dtype, cache.cache_dtype, use_mla=True,
+                use_sparse=hasattr(model.hf_text_config, "index_topk"),
+                num_heads=model.get_num_attention_heads(config.parallel_config),
+            )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return f"{backend.__module__}.{backend.__qualname__}"
+
+
 def run(arguments):
     if isinstance(arguments, str):
         try:
@@ -234,6 +253,8 @@ def describe(config):
     }
     if config.model_config.architecture == "DeepseekV4ForCausalLM":
         result["layers"] = describe_layers(config)
+    elif config.model_config.use_mla:
+        result["selected"] = selected(config)
     return result
 
 

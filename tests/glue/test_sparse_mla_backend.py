@@ -12,7 +12,7 @@ import pytest
 import sparse_mla_series
 import torch
 from sparse_mla_series import tree_with_series  # noqa: F401
-from test_real_config import LLAMA, on_hopper
+from test_real_config import LLAMA, V4, on_hopper
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
@@ -273,8 +273,12 @@ GLM = {
     "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "max_position_embeddings": 8192,
 }  # fmt: skip
 V32 = GLM | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "num_attention_heads": 128}
+# DeepSeek V3, whose MLA is dense.
+DENSE = {key: value for key, value in V32.items() if not key.startswith("index_")}
+DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 MODELS = {"glm": GLM, "v32": V32, "wide": V32 | {"num_attention_heads": 256}, "rank": V32 | {"q_lora_rank": None},
-          "llama": LLAMA}  # fmt: skip
+          "sinks": V32 | {"learnable_sink": True}, "llama": LLAMA, "dense": DENSE,
+          "v4": V4 | {"num_hidden_layers": 2, "compress_ratios": [0, 0]}}  # fmt: skip
 CASES = [
     ("v32", {}, None),
     ("v32", {"kv_cache_dtype": "fp8"}, None),
@@ -286,24 +290,64 @@ CASES = [
     ("rank", {}, " serves models whose indexer reads the compressed query, and this one's configuration has no "
      "q_lora_rank."),
     ("wide", {}, " has at most 128 heads on a GPU, and this model has 256; raise --tensor-parallel-size."),
-    ("llama", {}, " serves models with an indexer and cache rows of 576 values (DeepSeek V3.2, GLM-5), and "
-     "LlamaForCausalLM is none."),
+    ("llama", {}, " serves models with an indexer, cache rows of 576 values and no sinks (DeepSeek V3.2, GLM-5), "
+     "and LlamaForCausalLM is none."),
+    ("sinks", {}, " serves models with an indexer, cache rows of 576 values and no sinks (DeepSeek V3.2, GLM-5), "
+     "and DeepseekV32ForCausalLM is none."),
 ]  # fmt: skip
+OURS = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
+BLOCK, SINKS = CASES[5], CASES[-1]
 
 
-def test_what_is_refused_when_the_configuration_is_made(tree_with_series, tmp_path):  # noqa: F811
-    """By the member of the enum, in a process whose vLLM has the series, as on an H200."""
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    named = {"attention_backend": "MLA_KERNELS_SPARSE", "skip_tokenizer_init": True, "max_model_len": 4096}
-    requests = [{"model": str(tmp_path / model)} | named | options for model, options, _ in CASES]
-    answers = on_hopper(tree_with_series, tmp_path, requests)
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def request(models, model, options):
+    return {"model": str(models / model), "skip_tokenizer_init": True, "max_model_len": 4096} | options
+
+
+def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models):  # noqa: F811
+    """By the member of the enum, in a process whose vLLM has the series, as on an H200."""
+    named = {"attention_backend": "MLA_KERNELS_SPARSE"}
+    requests = [request(models, model, named | options) for model, options, _ in CASES]
+    answers = on_hopper(tree_with_series, models, requests)
     for (model, options, sentence), answer in zip(CASES, answers, strict=True):
         if sentence:
             assert f"MLA_KERNELS_SPARSE{sentence}" in answer["error"], (model, options)
         else:
             assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
+            assert answer["selected"] == OURS
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
+def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
+    """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""
+    cases = [("v32", {}), ("glm", {"kv_cache_dtype": "fp8"}), ("dense", {}), BLOCK[:2], SINKS[:2]]
+    if capability == "9.0":
+        cases.append(("v4", {"kv_cache_dtype": "fp8", "block_size": 256}))
+    requests = [request(models, model, options) for model, options in cases]
+    stock = on_hopper(applied, models, requests, capability)
+    ours = on_hopper(tree_with_series, models, requests, capability)
+    assert not [one for one in (*stock, *ours) if "error" in one]
+    assert ours[2] == stock[2] and ours[2]["selected"].startswith("vllm.v1.")
+    if capability in ("9.0", "10.0"):
+        assert ours[:3] + ours[4:] == stock[:3] + stock[4:]
+        assert all(one["selected"].startswith("vllm.v1.") for one in ours[:2])
+        return
+    assert all("No valid attention backend" in one["selected"] for one in stock[:2])
+    if NEWER and capability.startswith("8."):
+        why = "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM"
+        assert all(why in one["selected"] for one in ours[:2])
+        return
+    assert [one["selected"] for one in ours[:2]] == [OURS, OURS]
+    for answer, sentence in zip(ours[3:], (BLOCK[2], SINKS[2]), strict=True):
+        assert f"MLA_KERNELS_SPARSE{sentence}" in answer["selected"]
 
 
 @pytest.mark.parametrize(

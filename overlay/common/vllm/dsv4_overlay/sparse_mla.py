@@ -29,8 +29,8 @@ class SparseMLABackendMixin:
     workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
     back, to compare with.
 
-    It has hardly run on a GPU. So its series is applied on request only, and vLLM's
-    list of priorities does not have it.
+    It has hardly run on a GPU. So its series is applied on request only, and it is the
+    last of the backends from which vLLM chooses.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
@@ -95,10 +95,14 @@ def refusal(config: VllmConfig) -> str | None:
     None."""
     model, cache = config.model_config, config.cache_config
     hf_config = model.hf_text_config
-    if model.get_head_size() != HEAD_SIZE or not hasattr(hf_config, "index_topk"):
+    indexed = hasattr(hf_config, "index_topk")
+    # HY V4 would be served with rows as wide, and without its sinks.
+    sinks = getattr(hf_config, "learnable_sink", False)
+    if model.get_head_size() != HEAD_SIZE or not indexed or sinks:
         return (
-            f"{SPARSE_MLA} serves models with an indexer and cache rows of {HEAD_SIZE} "
-            f"values (DeepSeek V3.2, GLM-5), and {model.architecture} is none."
+            f"{SPARSE_MLA} serves models with an indexer, cache rows of {HEAD_SIZE} "
+            f"values and no sinks (DeepSeek V3.2, GLM-5), and {model.architecture} is "
+            "none."
         )
     if getattr(hf_config, "q_lora_rank", None) is None:
         return (
