@@ -52,6 +52,11 @@ beside "$RAY_PACKAGES" ray==2.60.0 click==8.5.1 filelock==4.2.11 msgpack==1.2.4 
 export HUMMING_PACKAGES=$cache/humming-kernels-0.1.2
 beside "$HUMMING_PACKAGES" humming-kernels==0.1.2 cuda-bindings==13.5.0 cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71 \
     pyelftools==0.33 tabulate==0.10.0
+# For tests/glue/test_cute_dsl.py: the compiler as vLLM 0.22.1 pins it, and the FlashInfer that images for Blackwell
+# have. 87 MB of downloads.
+compiler=$cache/nvidia-cutlass-dsl-4.5.2
+beside "$compiler" nvidia-cutlass-dsl-libs-cu13==4.5.2 cuda-bindings==13.5.0 cuda-pathfinder==1.9.0
+export CUTE_DSL_PACKAGES=$compiler:$compiler/nvidia_cutlass_dsl/python_packages:$cache/flashinfer-0.6.12
 # For tests/glue/test_quantised_linears.py, as vLLM 0.22.1 pins it.
 export COMPRESSED_TENSORS=$cache/compressed-tensors-0.15.0.1
 beside "$COMPRESSED_TENSORS" compressed-tensors==0.15.0.1 loguru==0.7.3
