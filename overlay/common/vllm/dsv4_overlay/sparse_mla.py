@@ -29,8 +29,8 @@ class SparseMLABackendMixin:
     workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
     back, to compare with.
 
-    It has hardly run on a GPU. So its series is applied on request only, and it is the
-    last of the backends from which vLLM chooses.
+    Its speed has not been measured in a model. So its series is applied on request
+    only, and it is the last of the backends from which vLLM chooses.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
