@@ -79,37 +79,38 @@ def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]
 
 
 def tables(root: Path) -> dict[str, str]:
-    """Page -> its table, one row a release: README.md in short, and what ran in full."""
+    """Page -> its tables: README.md has a row a release, in short, and docs/ one table a series, with what ran."""
     evident = evidence(root)
     every = [load_series(folder) for folder in release_folders(root)]
     served = {series.folder: tomlkit.parse((series.folder / "release.toml").read_text("utf-8")).unwrap()["gpus"]
               for series in every}  # fmt: skip
     releases = sorted({release for series in every for release in series.sdists}, key=Version)
-    columns = [(name, gpu) for name in sorted({series.name for series in every}) for gpu in GPUS
-               if any(gpu in served[series.folder] for series in every if series.name == name)]  # fmt: skip
-    on_request = {series.name for series in every if series.on_request}
-    usual = [(name, gpu) for name, gpu in columns if name not in on_request]
-    short, full = {}, {}
-    for release in releases:
-        mine = {series.name: series for series in every if release in series.sdists}
-        patches = []
-        for name, series in mine.items():
+    short: dict[str, list[str]] = {release: [] for release in releases}
+    short_head, full = ["vLLM"], []
+    # What is applied by itself comes first.
+    for name, on_request in sorted({(s.name, s.on_request) for s in every}, key=lambda x: (x[1], x[0])):
+        mine = {release: series for series in every if series.name == name for release in series.sdists}
+        gpus = [gpu for gpu in GPUS if any(gpu in served[series.folder] for series in mine.values())]
+        rows = {}
+        for release in [r for r in releases if r in mine]:
+            series = mine[release]
             lines = sum(patch.added for patch in series.patches)
-            own = f"{len(series.patches)}, {lines} lines" if release == series.release else f"of {series.release}"
-            patches.append(f"{name}{', on request' * series.on_request}: {own}")
-        short[release], full[release] = [], ["; ".join(patches)]
-        for name, gpu in columns:
-            words = served[mine[name].folder].get(gpu) if name in mine else None
-            links, passed, ran = zip(*evident.get((release, name, gpu), [("not run", 0, 0)]), strict=True)
-            result = f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run"
-            if (name, gpu) in usual:
-                short[release].append(result if words else "–")
-            full[release].append("; ".join([words, *links]) if words else "–")
-    head = {column: f"{column[0]}, {GPUS[column[1]]}" for column in columns}
-    return {
-        "README.md": markdown(["vLLM", *(head[column] for column in usual)], together(short)),
-        DETAILS: markdown(["vLLM", "patches", *head.values()], full),
-    }
+            own = f"{len(series.patches)}, {lines}"
+            rows[release] = [own if release == series.release else f"those of {series.release}"]
+            for gpu in gpus:
+                words = served[series.folder].get(gpu)
+                links = [link for link, *_ in evident.get((release, name, gpu), [("not run", 0, 0)])]
+                rows[release].append("; ".join([words, *links]) if words else "–")
+        head = ["vLLM", "patches, lines", *(GPUS[gpu] for gpu in gpus)]
+        full.append(f"### {name}{', on request' * on_request}\n\n{markdown(head, together(rows))}")
+        for gpu in gpus if not on_request else ():
+            short_head.append(f"{name}, {GPUS[gpu]}")
+            for release in releases:
+                _, passed, ran = zip(*evident.get((release, name, gpu), [("", 0, 0)]), strict=True)
+                result = f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run"
+                has = release in mine and gpu in served[mine[release].folder]
+                short[release].append(result if has else "–")
+    return {"README.md": markdown(short_head, together(short)), DETAILS: "\n".join(full)}
 
 
 def together(rows: dict[str, list[str]]) -> dict[str, list[str]]:

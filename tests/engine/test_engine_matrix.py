@@ -43,9 +43,14 @@ def test_rows_of_every_release_served(repo):
     rows.append("1.1.0 to 1.2.0 | not run | – | –")
     assert "|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in rows) + END in text
     full = (repo / PAGES[1]).read_text()
-    assert "| 0.9.9 | full-width: of 1.0.0 | – | served; not run | refused; not run |\n" in full
-    assert "| 1.0.0 | drop-in: of 1.2.0; full-width: 2, 7 lines | faster; not run | served; not run | ref" in full
-    assert "| 1.1.1 | drop-in: of 1.2.0 | faster; not run | – | – |\n| 1.2.0 | drop-in: 2, 7 lines | fast" in full
+    assert full == (
+        f"before\n{START}### drop-in\n\n| vLLM | patches, lines | Hopper (H100, H200) |\n|---|---|---|\n"
+        "| 1.0.0 to 1.1.1 | those of 1.2.0 | faster; not run |\n| 1.2.0 | 2, 7 | faster; not run |\n\n"
+        "### full-width\n\n| vLLM | patches, lines | Hopper (H100, H200) | Blackwell (B200, B300) |\n"
+        "|---|---|---|---|\n"
+        "| 0.9.9 | those of 1.0.0 | served; not run | refused; not run |\n"
+        f"| 1.0.0 | 2, 7 | served; not run | refused; not run |\n{END}after\n"
+    )
 
 
 def test_stale_with_every_new_fact(repo, capsys):

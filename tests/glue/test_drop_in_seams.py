@@ -40,7 +40,7 @@ def test_all_series_of_the_release_are_applied(record, stack):
 
 @pytest.mark.parametrize(
     "name",
-    ["drop-in", "fewer-launches", "fp8-experts", "full-width", "humming-experts", "quantised-linears"]
+    ["drop-in", "small-kernels", "fp8-experts", "full-width", "humming-experts", "quantised-linears"]
     + ["sparse-mla", None, "every"],
 )
 def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, name):
@@ -67,13 +67,14 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     touched = find_series(ROOT, record["release"], names).files
     assert {file["path"] for file in report["files"] if file["action"] == "patched"} == touched.keys()
     added = {file["path"] for file in report["files"] if file["action"] == "added"}
+    of_marlin = {"small-kernels"} if any(path.endswith("/marlin_moe.py") for path in touched) else set()
     for file, users in {
         "vllm/dsv4_overlay/backend.py": {"full-width", "sparse-mla"},
         "vllm/dsv4_overlay/experts.py": {"humming-experts"},
         "vllm/dsv4_overlay/fp8_experts.py": {"fp8-experts"},
         "vllm/dsv4_overlay/quantised_linears.py": {"quantised-linears"},
         "vllm/dsv4_overlay/sparse_mla.py": {"sparse-mla"},
-        "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width", "sparse-mla"},
+        "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width", "sparse-mla"} | of_marlin,
     }.items():
         assert (file in added) == bool(users & set(names))
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from . import insert, sm90  # noqa: E402, F401  (register torch.ops.mla_kernels.*)
 from .compressor import compress_norm_rope_store  # noqa: E402
+from .expert_sum import expert_sum  # noqa: E402
 from .flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
 from .indexer import (  # noqa: E402
     indexer_scores,
@@ -30,6 +31,7 @@ __all__ = [
     "SparseIndexTable",
     "build_sparse_index_table",
     "compress_norm_rope_store",
+    "expert_sum",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "indexer_scores",

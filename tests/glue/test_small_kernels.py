@@ -1,4 +1,4 @@
-"""The series fewer-launches: what vLLM's FP8 linears run beside their product, with it and without."""
+"""The series small-kernels: what FP8 linears run beside their product, and how experts are added."""
 
 import json
 import os
@@ -8,7 +8,8 @@ import sys
 import pytest
 from on_request import ON_REQUEST, TREE, tree_with
 
-NAME = "fewer-launches"
+NAME = "small-kernels"
+MARLIN = "vllm/model_executor/layers/fused_moe/experts/marlin_moe.py"
 if NAME not in ON_REQUEST:
     pytest.skip(f"this release has no series {NAME}", allow_module_level=True)
 
@@ -47,15 +48,36 @@ print(json.dumps(Operators.seen))
 """
 
 
-def operators(tree):
-    env = os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env, timeout=120)
+EXPERTS = """
+import torch
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+
+outputs, out = torch.randn(5, 6, 128).bfloat16(), torch.empty(5, 128, dtype=torch.bfloat16)
+MarlinExperts.moe_sum(None, outputs, out)
+print(float((out.double() - outputs.double().sum(1)).norm() / out.double().norm()))
+"""
+
+
+def run(tree, program, **env):
+    env = os.environ | {"PYTHONPATH": str(tree)} | env
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_an_fp8_linear_fills_nothing(tmp_path):
-    ours, stock = operators(tree_with(tmp_path, NAME)), operators(TREE)
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return tree_with(tmp_path_factory.mktemp("tree"), NAME)
+
+
+def test_an_fp8_linear_fills_nothing(tree):
+    ours, stock = run(tree, PROGRAM), run(TREE, PROGRAM)
     fills = {"new_ones", "fill_"}
     assert fills & set(stock)
     assert [name for name in ours if name != "new_empty"] == [name for name in stock if name not in fills]
+
+
+@pytest.mark.skipif(MARLIN not in ON_REQUEST[NAME].files, reason="this release's series leaves Marlin as it is")
+def test_experts_are_added_by_the_kernel(tree):
+    """On a CPU, where vLLM's own operator is not there."""
+    assert run(tree, EXPERTS, TRITON_INTERPRET="1") < 3e-3
