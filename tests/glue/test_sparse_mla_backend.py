@@ -164,6 +164,7 @@ def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
     q = batch.q.split((512, 64), -1)
     impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
     impl.scale, impl.topk_indices_buffer = SCALE, batch.picked
+    impl.need_to_return_lse_for_decode = False
     assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
 
     theirs = SimpleNamespace(req_id_per_token=owner, block_table=batch.table, block_size=PAGE)
@@ -184,6 +185,49 @@ def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
         out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
     assert lse is None and workspace == [(200, 576)] * (prefill == "workspace")
     batch.check(out)
+
+
+class Share(Batch):
+    """What one of `gpus` GPUs has of the batch's cache: after every `interleave` tokens the next GPU is at it."""
+
+    def __init__(self, batch, gpus, rank, interleave):
+        self.__dict__ |= batch.__dict__
+        longest = max(batch.position) + 1
+        mine = torch.arange(longest)[torch.arange(longest) // interleave % gpus == rank]
+        blocks = -(-len(mine) // PAGE)
+        self.table = torch.full((len(MIXED), blocks + 1), 10**6, dtype=torch.int32)
+        self.cache = torch.full_like(batch.cache[:1], 255 if batch.cache.dtype == torch.uint8 else torch.nan)
+        self.cache = self.cache.repeat(len(MIXED) * blocks, 1, 1)
+        for request in range(len(MIXED)):
+            self.table[request, :blocks] = torch.arange(blocks) * len(MIXED) + request
+            length = max(p for owner, p in zip(batch.owner, batch.position, strict=True) if owner == request) + 1
+            for local, position in enumerate(mine[mine < length].tolist()):
+                there = batch.cache[batch.table[request, position // PAGE], position % PAGE]
+                self.cache[self.table[request, local // PAGE], local % PAGE] = there
+
+
+@CACHES
+@pytest.mark.parametrize("gpus, interleave", [(2, 1), (4, 16)])
+@pytest.mark.skipif(not NEWER, reason="0.22.1 has no decode context parallelism for sparse MLA")
+def test_decode_context_parallelism(cache_dtype, gpus, interleave):
+    """Each GPU's share by vLLM's own picks of it, merged by log-sum-exp, is attention over the whole."""
+    batch, shares = Batch(cache_dtype, padding=0), []
+    impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
+    impl.scale, impl.topk_indices_buffer, impl.index_group = SCALE, batch.picked, None
+    impl.dcp_world_size, impl.need_to_return_lse_for_decode = gpus, True
+    assert BACKEND.supports_dcp() and impl.can_return_lse_for_decode and impl.lse_base_on_e
+    for impl.dcp_rank in range(gpus):
+        share = Share(batch, gpus, impl.dcp_rank, interleave)
+        metadata = SimpleNamespace(
+            separate=None, req_id_per_token=torch.tensor(batch.owner, dtype=torch.int32), block_table=share.table,
+            block_size=PAGE, num_decode_tokens=5, cp_kv_cache_interleave_size=interleave,
+        )  # fmt: skip
+        shares.append(impl.forward_mqa(batch.q, share.cache, metadata, None))
+    outs, lses = (torch.stack(parts).double() for parts in zip(*shares, strict=True))
+    # The first token of a sequence has a key on one GPU only.
+    lonely = batch.position.index(0)
+    assert (lses[:, lonely] == -torch.inf).all(1).sum() == gpus - 1 and not outs[1:, lonely].any()
+    batch.check((outs * lses.softmax(0).unsqueeze(-1)).sum(0).to(BF16))
 
 
 @CACHES
@@ -350,25 +394,32 @@ def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capabili
         assert f"MLA_KERNELS_SPARSE{sentence}" in answer["selected"]
 
 
+WHERE = 'with sparse_mla_prefill "workspace"' if NEWER else "in this release of vLLM"
+WHOLE = f"reads whole sequences on each GPU {WHERE}; leave --decode-context-parallel-size at 1."
+
+
 @pytest.mark.parametrize(
     "change, sentence",
     [
         ({}, None),
-        ({"dcp": 2}, "reads whole sequences on each GPU; leave --decode-context-parallel-size at 1."),
+        ({"dcp": 2, "heads": 64}, None if NEWER else WHOLE),
+        ({"dcp": 2, "heads": 64, "prefill": "workspace"}, WHOLE),
+        ({"dcp": 4, "heads": 64}, "has at most 128 heads on a GPU, and --decode-context-parallel-size 4 gathers "
+         "256; lower it or raise --tensor-parallel-size." if NEWER else WHOLE),
         ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
         ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
          "in_place or workspace."),
     ],
 )  # fmt: skip
 def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
-    given = SimpleNamespace(**{"dcp": 1, "hisparse": None, "prefill": "in_place"} | change)
+    given = SimpleNamespace(**{"dcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
         ),
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8),
-            get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: 128,
+            get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: given.heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),

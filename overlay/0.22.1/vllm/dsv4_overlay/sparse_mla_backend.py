@@ -174,7 +174,7 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         )
         cache = kv_c_and_k_pe_cache
         if separate is None:
-            return attend_slots(q, cache, slots, self.scale), None
+            return attend_slots(q, cache, slots, self.scale)[0], None
         table = attn_metadata.block_table
         out = attend_separately(q, cache, cache, slots, table, separate, self.scale)
         return out, None

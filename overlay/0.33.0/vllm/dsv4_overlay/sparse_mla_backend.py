@@ -79,7 +79,13 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        self._init_reorder_batch_threshold(
+            1,
+            supports_spec_as_decode=True,
+            # The picks alone say what a token sees.
+            supports_dcp_with_varlen=interleave == 1,
+        )
 
     def build(
         self,
@@ -101,6 +107,11 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
 class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_dense_mha_prefill = False  # one path for all tokens
     supports_quant_query_input = False
+    # Decode context parallelism: a GPU attends to its share of a sequence with the
+    # heads of the whole group, and vLLM merges by log-sum-exp.
+    supports_dcp = True
+    can_return_lse_for_decode = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +123,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         separate = attn_metadata.separate
         cache = kv_c_and_k_pe_cache
         if separate is None:
@@ -146,7 +157,11 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         layer: AttentionLayer,
         block_size: int,
         is_decode: bool,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Slots count the rows that lie between blocks: one block of them all.
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        return attend_slots(q, rows.unsqueeze(0), topk_indices, self.scale), None
+        out, lse = attend_slots(q, rows.unsqueeze(0), topk_indices, self.scale)
+        if not self.need_to_return_lse_for_decode:
+            return out, None
+        # A token without a key here has no part in the merge.
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.third_party.mla_kernels import MAX_HEADS
+from vllm.v1.attention.backend import AttentionBackend
 
 SPARSE_MLA = "MLA_KERNELS_SPARSE"
 PAGE = 64
@@ -19,6 +20,9 @@ CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
 # In --additional-config: prefills read their rows in place, or from a workspace.
 PREFILL = "sparse_mla_prefill"
 _PREFILLS = ("in_place", "workspace")
+# Where backends can say that they serve decode context parallelism (0.33.0),
+# FLASHMLA_SPARSE does, and so does this one.
+_HAS_DCP = hasattr(AttentionBackend, "supports_dcp")
 
 
 class SparseMLABackendMixin:
@@ -126,17 +130,25 @@ def refusal(config: VllmConfig) -> str | None:
             f"{SPARSE_MLA} has at most {MAX_HEADS} heads on a GPU, and this model has "
             f"{heads}; raise --tensor-parallel-size."
         )
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return (
-            f"{SPARSE_MLA} reads whole sequences on each GPU; leave "
-            "--decode-context-parallel-size at 1."
-        )
     if getattr(config.attention_config, "hisparse_config", None):  # from 0.33.0 on
         return f"{SPARSE_MLA} reads rows in GPU memory only; leave HiSparse off."
     if (prefill := _prefill(config)) not in _PREFILLS:
         return (
             f"{SPARSE_MLA} knows no {PREFILL} {prefill!r} in --additional-config; it "
             f"may be {' or '.join(_PREFILLS)}."
+        )
+    gpus = config.parallel_config.decode_context_parallel_size
+    if gpus > 1 and not (_HAS_DCP and prefill == "in_place"):
+        where = f'with {PREFILL} "{prefill}"' if _HAS_DCP else "in this release of vLLM"
+        return (
+            f"{SPARSE_MLA} reads whole sequences on each GPU {where}; leave "
+            "--decode-context-parallel-size at 1."
+        )
+    if heads * gpus > MAX_HEADS:  # each GPU attends for all of the group
+        return (
+            f"{SPARSE_MLA} has at most {MAX_HEADS} heads on a GPU, and "
+            f"--decode-context-parallel-size {gpus} gathers {heads * gpus}; lower it "
+            "or raise --tensor-parallel-size."
         )
     return None
 

@@ -22,7 +22,7 @@ def attend_slots(
     rows: torch.Tensor,
     slots: torch.Tensor,
     scale: float,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each token over its slots.
 
     Args:
@@ -32,14 +32,16 @@ def attend_slots(
         slots: int32 `[tokens, columns]`, block * block_size + row, -1 for none.
 
     Returns:
-        BF16 `[tokens, heads, 512]`; zeros for a token without a key.
+        BF16 `[tokens, heads, 512]`, and natural log-sum-exp, float32 `[tokens, heads]`;
+        zeros and +inf for a token without a key.
     """
     if isinstance(q, tuple):
         q = torch.cat(q, dim=-1)
     if rows.shape[-1] == HEAD_SIZE:
         flat = rows.view(-1, 1, HEAD_SIZE)  # never a copy of the cache
-        return flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)[0]
-    out, _ = flash_mla_with_kvcache(
+        out, _, lse = flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)
+        return out, lse
+    out, lse = flash_mla_with_kvcache(
         q.unsqueeze(1),
         rows.view(torch.uint8).unsqueeze(2),
         block_table=None,
@@ -50,7 +52,7 @@ def attend_slots(
         is_fp8_kvcache=True,
         indices=slots.unsqueeze(1),
     )
-    return out.squeeze(1)
+    return out.squeeze(1), lse.squeeze(2)
 
 
 def reserve_workspace() -> None:
@@ -137,12 +139,12 @@ def attend_separately(
         q = torch.cat(q, dim=-1)
     out = q.new_zeros(*q.shape[:2], 512)
     if n := plan.decode_tokens:
-        out[:n] = attend_slots(q[:n], decode_rows, slots[:n], scale)
+        out[:n], _ = attend_slots(q[:n], decode_rows, slots[:n], scale)
     workspace = _workspace(plan.rows)
     for tokens, prefills in plan.chunks:
         for request, start, end in prefills:
             _gather(cache, block_table[request], workspace[start:end])
-        out[tokens] = attend_slots(
+        out[tokens], _ = attend_slots(
             q[tokens], workspace.unsqueeze(0), slots[tokens], scale
         )
     return out
