@@ -230,6 +230,72 @@ def test_decode_context_parallelism(cache_dtype, gpus, interleave):
     batch.check((outs * lses.softmax(0).unsqueeze(-1)).sum(0).to(BF16))
 
 
+class Quantised:
+    """A quantisation of vLLM's: weights in bytes, which its `apply` alone understands."""
+
+    def apply(self, layer, x, bias=None):
+        return x @ (layer.weight.to(BF16) * layer.scale).T
+
+
+@CACHES
+@pytest.mark.parametrize("quantised", [False, True])
+def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeypatch):
+    """W_UK before and W_UV after this backend, out of kv_b_proj: the same as attention to each head's own keys."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    nope, v, gen = 32, 48, torch.Generator().manual_seed(3)
+    batch = Batch(cache_dtype, padding=0)
+    weight = (torch.randn(HEADS * (nope + v), 512, generator=gen) * 2).to(FP8 if quantised else BF16)
+    scale = torch.tensor(2.0**-5, dtype=BF16)
+    held = weight.to(BF16) * scale
+    projection = SimpleNamespace(weight=weight if quantised else held, scale=scale, input_size_per_partition=512,
+                                 quant_method=Quantised() if quantised else None)  # fmt: skip
+    owner = torch.tensor(batch.owner, dtype=torch.int32)
+    if NEWER:
+        impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
+        impl.scale, impl.topk_indices_buffer, impl.index_group = SCALE, batch.picked, None
+        impl.group_conversion_decode_only = True  # conversion by layer
+        metadata = SimpleNamespace(separate=None, req_id_per_token=owner, block_table=batch.table, block_size=PAGE,
+                                   num_actual_tokens=len(owner), num_decode_tokens=5, num_decodes=3, num_prefills=2,
+                                   prefill=None)  # fmt: skip
+    else:
+        config = settings("in_place")
+        monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
+        impl = sparse_mla_backend.SparseMLAImpl(
+            HEADS, 576, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
+            indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
+        )  # fmt: skip
+        spec = SimpleNamespace(block_size=PAGE)
+        builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        metadata = builder.build(0, batch.common)
+    layer = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    layer.__dict__ |= dict(
+        impl=impl, kv_b_proj=projection, kv_cache_dtype=cache_dtype, num_heads=HEADS, kv_lora_rank=512,
+        qk_nope_head_dim=nope, qk_rope_head_dim=64, v_head_dim=v, q_pad_num_heads=None, quant_config=None,
+        is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False, is_amx_bmm_enabled=False,
+        use_pcp=False, hisparse_cache=None, dcp_q_replicate=False,
+        **{f"_{name}_scale": torch.ones(()) for name in ("q", "k", "v", "prob")},
+    )  # fmt: skip
+    layer.process_weights_after_loading(BF16)
+    q = torch.randn(len(owner), HEADS, nope + 64, generator=gen).to(BF16)
+    out = torch.full((len(owner), HEADS * v), torch.nan, dtype=BF16)
+    layer.forward_impl(q, *batch.q[:, 0].split((512, 64), -1), batch.cache, metadata, out)
+
+    up_k, up_v = held.double().view(HEADS, nope + v, 512).split((nope, v), 1)
+    want = []
+    for token, request in enumerate(batch.owner):
+        local = batch.picked[token][batch.picked[token] >= 0].long()
+        rows = batch.held[batch.table[request, local // PAGE].long() * PAGE + local % PAGE]
+        keys = torch.einsum("hpl,kl->hkp", up_k, rows[:, :512])
+        scores = torch.einsum("hp,hkp->hk", q[token, :, :nope].double(), keys)
+        scores += q[token, :, nope:].double() @ rows[:, 512:].T
+        want.append(torch.einsum("hk,hvl,kl->hv", (scores * SCALE).softmax(-1), up_v, rows[:, :512]).flatten())
+    want = torch.stack(want)
+    error = (out.double() - want).norm() / want.norm()
+    assert error < 2**-6, error  # q after W_UK, attention and its output are rounded to BF16
+
+
 @CACHES
 def test_what_benchmarks_count(cache_dtype, monkeypatch):
     """The calls of this backend, and those that the float32 reference serves in its place."""
