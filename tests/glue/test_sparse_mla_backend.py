@@ -255,9 +255,10 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeyp
         impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
         impl.scale, impl.topk_indices_buffer, impl.index_group = SCALE, batch.picked, None
         impl.group_conversion_decode_only = True  # conversion by layer
-        metadata = SimpleNamespace(separate=None, req_id_per_token=owner, block_table=batch.table, block_size=PAGE,
-                                   num_actual_tokens=len(owner), num_decode_tokens=5, num_decodes=3, num_prefills=2,
-                                   prefill=None)  # fmt: skip
+        metadata = SimpleNamespace(
+            separate=None, req_id_per_token=owner, block_table=batch.table, block_size=PAGE, prefill=None,
+            num_actual_tokens=len(owner), num_decode_tokens=5, num_decodes=3, num_prefills=2,
+        )  # fmt: skip
     else:
         config = settings("in_place")
         monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
