@@ -1,0 +1,295 @@
+// Rows and q of sparse_mla_m64_rows.cu on their way, which one warpgroup fetches.
+#pragma once
+
+#include "m64_rows_block.cuh"
+
+namespace mla {
+namespace m64_rows {
+
+template <RowFormat FORMAT>
+struct Fetch : Storage<FORMAT> {
+  using Base = Storage<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::full, Base::empty, Base::raw_full;
+  using Base::raw_empty, Base::q_full, Base::tail_empty;
+  using L = Layout<FORMAT>;
+  static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
+
+  // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes,
+  // of the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
+  __device__ __forceinline__ const uint8_t* row_of(const uint8_t* mine, int lane_of_row) const {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
+  }
+  // What follows from the lane is found again for each tile, since registers are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
+  // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
+  __device__ __forceinline__ uint32_t waiting(int k) const {
+    return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16;
+  }
+  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4).
+  template <bool FIRST>
+  __device__ __forceinline__ void ask_for_scales(float (&scales)[4], const uint8_t* mine, uint32_t to_scales,
+                                                 unsigned there, int first_lane) const {
+    const int lane = lane_again();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int of = first_lane + k * 4 + lane / 8;
+      const bool exists = there >> (k * 4 + lane / 8) & 1;
+      const uint8_t* const row = row_of(mine, of);
+      scales[k] = 0.f;
+      if constexpr (kIsV4) {
+        const uint8_t* const from = row + int64_t{__shfl_sync(~0u, to_scales, of)} * 8 + lane % 8;
+        if (exists && lane % 8 < L::kGroups) scales[k] = __uint_as_float(load_scale<true>(from) << 23);
+        // Its place is no sum of what all lanes have alike and the lane's own. With a cache policy ptxas (13.0.88) made
+        // one address of the two, which the instruction has no room for: it was an illegal one.
+        static_assert(L::kWaiting % 512 == 0, "the lane's part is apart from the rest");
+        const uint32_t to = (base + L::kWaiting + warp % 4 * 2048 ^ lane * 16) + k * 512;
+        copy16<FIRST>(to, row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
+      } else {
+        if (exists) scales[k] = __uint_as_float(load_scale<false>(row + L::kNarrow + lane % 8 / 2 * 4));
+      }
+    }
+  }
+  // Finds the powers of two that rows are divided by: their largest values become 2^14 to 2^15. Divides scales and
+  // writes them, and the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
+  __device__ __forceinline__ void prepare(uint32_t (&inverse)[4], const float (&scales)[4], unsigned there,
+                                          uint32_t entry) const {
+    const int quarter = warp % 4, lane = lane_again();
+    __half ratios[4];
+    if constexpr (kIsV4) copies_wait();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
+      int power = (__float_as_int(scales[k]) >> 23 & 0xFF) + 1 + 9 - 15;
+      uint4 wide;
+      if constexpr (kIsV4) {
+        wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
+        uint32_t largest =
+            larger_magnitudes(larger_magnitudes(wide.x, wide.y), larger_magnitudes(wide.z, wide.w)) & 0x7FFF7FFF;
+        largest = max(largest & 0xFFFF, largest >> 16);
+        power = max(power, static_cast<int>(largest >> 7) + 1 - 15);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
+      power = min(max(power, 127 - 100), 127 + 100);
+      ratios[k] = __float2half_rn(scales[k] * __int_as_float((254 - power) << 23));
+      inverse[k] = (254 - power) * 0x00800080;
+      if constexpr (kIsV4)
+        *reinterpret_cast<uint4*>(smem + waiting(k)) =
+            make_uint4(scaled_to_half(wide.x, inverse[k]), scaled_to_half(wide.y, inverse[k]),
+                       scaled_to_half(wide.z, inverse[k]), scaled_to_half(wide.w, inverse[k]));
+      const int row = k * 4 + lane / 8;
+      if (lane % 8 == 0)
+        smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
+            static_cast<uint8_t>(there >> row & 1 ? power : 0);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const __half2 pair = __halves2half2(ratios[k], ratios[k + 2]);
+      reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] =
+          reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+  // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
+  __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
+    const int lane = lane_again(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
+    *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
+  }
+  __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
+  // A tail, which only scores need, goes where it is needed as soon as those of the last entry but one are done.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch_tail(const uint32_t (&inverse)[4], const uint8_t* mine, unsigned there,
+                                             int first_lane, uint32_t entry) const {
+    const int lane = lane_again();
+    uint4 values[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint8_t* const row = row_of(mine, first_lane + k * 4 + lane / 8);
+      values[k] = make_uint4(0, 0, 0, 0);
+      if (there >> (k * 4 + lane / 8) & 1) values[k] = load_wide<FIRST>(row + L::kWideAt + lane % 8 * 16);
+    }
+    barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      put_wide(k, entry,
+               make_uint4(scaled_bf16(values[k].x, inverse[k]), scaled_bf16(values[k].y, inverse[k]),
+                          scaled_bf16(values[k].z, inverse[k]), scaled_bf16(values[k].w, inverse[k])));
+    wide_is_put(entry);
+  }
+
+  // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
+  // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
+  // wide parts wait for the same slot.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch() const {
+    const int quarter = warp % 4, row0 = quarter * 16;
+    uint32_t entry = 0;
+    bool is_waiting = false;  // the wide part of the entry before
+    // By lane 0 of a warp, with the copies of all lanes.
+    const auto arrive = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const auto announce = [&](Kind kind, unsigned there) {
+      if constexpr (kPacked) {
+        barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
+        if (is_waiting) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, *reinterpret_cast<const uint4*>(smem + waiting(k)));
+          wide_is_put(entry - 1), is_waiting = false;
+        }
+        if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+      } else if (lane == 0) {
+        *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
+            static_cast<uint16_t>(there);
+      }
+    };
+    // A lane looks up a row of two tiles, two tiles ahead; false after the last item. What is no index of a row, as a
+    // negative one, is that of a missing row.
+    const int my_key = lane / 16 * kTile + row0 + lane % 16;
+    int i = blockIdx.x, key0 = -2 * kTile, index;
+    Item item(p, i, LaneLengths(p, i, lane));
+    LaneLengths next_lengths(p, i + gridDim.x, lane);
+    const auto look_up = [&] {
+      key0 += 2 * kTile;
+      if (key0 >= item.tiles() * kTile) {
+        i += gridDim.x;
+        if (i >= p.units) return false;
+        item = Item(p, i, next_lengths), key0 = 0;
+        next_lengths = LaneLengths(p, i + gridDim.x, lane);
+      }
+      const int key = key0 + my_key;
+      index = -1;
+      if (key < item.keys) {
+        const bool is_first = key < item.of_first;
+        const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
+        const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
+        index = indices[Item::token(p, i) * stride + key + (is_first ? item.first : -item.of_first)];
+      }
+      return true;
+    };
+    bool is_more = look_up();
+    while (is_more) {
+      const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
+      const Row mine(pool, index);
+      // Of V4's rows of 576 bytes those that follow in the page, and behind them 8 bytes for each row of the page.
+      const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
+      const unsigned there = __ballot_sync(~0u, mine.exists);
+      const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
+      if (starts) {
+        announce(kQ, 0);
+        if constexpr (kPacked) {
+          barrier_arrive(raw_full(quarter));
+          barrier_wait(raw_empty(quarter), entry & 1);
+        } else {
+          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+        }
+        fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
+        arrive(q_full());
+        ++entry;
+      }
+#pragma unroll 1
+      for (int t = 0; t < 2; ++t, ++entry) {
+        if (t == 1 && !two) break;
+        const unsigned bits = there >> t * 16 & 0xFFFF;
+        announce(kKeys, bits);
+        if constexpr (kPacked) {
+          // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
+          const uint32_t to = L::kRaw + row0 * L::kNarrow;
+          for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
+            if (lane < L::kNarrow / 16)
+              *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
+                  make_uint4(0, 0, 0, 0);
+          fence_async();  // what was read there, and zeros written there, before the copies
+          __syncwarp();
+          float scales[4];
+          // After the fence, which would wait for them.
+          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);
+          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
+          if (lane / 16 == t && bits >> lane % 16 & 1)
+            copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
+          __syncwarp();
+          uint32_t inverse[4];
+          prepare(inverse, scales, bits, entry);
+          barrier_arrive(raw_full(quarter));
+          if constexpr (L::kHasTail)
+            fetch_tail<FIRST>(inverse, mine.at, bits, t * 16, entry);
+          else
+            is_waiting = true;
+        } else {
+          copy_bf16<FIRST>(mine.at, bits, t * 16, entry);
+          copies_arrive(full(entry & 1));
+          arrive(full(entry & 1));
+        }
+        if (t == 0) is_more = look_up();
+      }
+    }
+    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
+  }
+  // Eight rows at a time: a shuffle waits until the copies before it have left.
+  template <bool FIRST>
+  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, uint32_t entry) const {
+    const int row0 = warp % 4 * 16, slot = entry & 1;
+    const uint32_t to = base + slot * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* from[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) from[r] = row_of(mine, first_lane + half * 8 + r) + lane * 16;
+      if (half == 0) barrier_wait(empty(slot, warp % 4), entry / 2 & 1);
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          copy16<FIRST>(to + half * 1024 + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from[r] + c * 512,
+                        there >> (half * 8 + r) & 1 ? 16 : 0);
+    }
+    if constexpr (L::kHasTail) {
+      const uint8_t* from[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        from[k] = row_of(mine, first_lane + k * 4 + lane / 8) + kDim * 2 + lane % 8 * 16;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int r = k * 4 + lane / 8;
+        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8), from[k],
+                      there >> r & 1 ? 16 : 0);
+      }
+    }
+  }
+
+  // 64 heads of q as they are.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch_q(int token, int head0, int slot) const {
+    const int row0 = warp % 4 * 16;
+    if (p.is_mapped) {
+      if (lane == 0) {
+        fence_async();  // what was read there before, and how
+        barrier_expect(q_full(), 16 * L::kDims * 2);
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, head0 + row0, token,
+                        q_full());
+      }
+      __syncwarp();
+      barrier_arrive(q_full());
+    } else {
+      const int64_t first = token * p.q_token_stride + head0 * p.q_head_stride;
+#pragma unroll 1
+      for (int r = row0 + lane / 8; r < row0 + 16; r += 4) {
+        const bool is = head0 + r < p.heads;
+        const __nv_bfloat16* const from =
+            static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane % 8 * 8;
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy16<FIRST>(base + L::block_at(slot, c) + swizzled(r, lane % 8), from + c * 64, is ? 16 : 0);
+      }
+      copies_arrive(q_full());
+    }
+  }
+};
+
+}  // namespace m64_rows
+}  // namespace mla
