@@ -45,7 +45,9 @@ struct Layout : RowLayout<FORMAT> {
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
   // the exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
   static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
-  static constexpr int kKind = kPowers + 4 * kTile;  // [4 entries]
+  // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
+  static constexpr int kCommon = kPowers + 4 * kTile;
+  static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]
   static constexpr int kBarriers = kKind + 4 * 4;
   static constexpr int kTotal = kBarriers + 18 * 8;
   static_assert(kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");
@@ -177,6 +179,7 @@ __device__ __forceinline__ uint32_t load_scale(const uint8_t* from) {
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
+__device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x01010101u & ~x & 0x80808080u) != 0; }
 // BF16 times a power of two.
 __device__ __forceinline__ uint32_t scaled_bf16(uint32_t x, uint32_t power) {
   uint32_t r;

@@ -13,6 +13,7 @@ struct Fetch : Storage<FORMAT> {
   using Base::raw_empty, Base::q_full, Base::tail_empty;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
+  static constexpr int kSpread = 16;
 
   // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes,
   // of the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
@@ -53,34 +54,54 @@ struct Fetch : Storage<FORMAT> {
       }
     }
   }
-  // Finds the powers of two that rows are divided by: their largest values become 2^14 to 2^15. Divides scales and
-  // writes them, and the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
+  // Finds the powers of two that rows are divided by, so that no value reaches 2^15. The 16 rows have the same if all
+  // are there and the largest bounds of their values are within kSpread of each other: then fp16 still holds, of the
+  // smallest of them, what lies 2^22 below its bound. Else every row has its own. Divides scales and writes them, and
+  // the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
   __device__ __forceinline__ void prepare(uint32_t (&inverse)[4], const float (&scales)[4], unsigned there,
                                           uint32_t entry) const {
     const int quarter = warp % 4, lane = lane_again();
     __half ratios[4];
+    int powers[4], largest_power = 0;
     if constexpr (kIsV4) copies_wait();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
-      int power = (__float_as_int(scales[k]) >> 23 & 0xFF) + 1 + 9 - 15;
-      uint4 wide;
+      powers[k] = (__float_as_int(scales[k]) >> 23 & 0xFF) + 1 + 9 - 15;
       if constexpr (kIsV4) {
-        wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
+        const uint4 wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
         uint32_t largest =
             larger_magnitudes(larger_magnitudes(wide.x, wide.y), larger_magnitudes(wide.z, wide.w)) & 0x7FFF7FFF;
         largest = max(largest & 0xFFFF, largest >> 16);
-        power = max(power, static_cast<int>(largest >> 7) + 1 - 15);
+        powers[k] = max(powers[k], static_cast<int>(largest >> 7) + 1 - 15);
       }
+      largest_power = max(largest_power, powers[k]);
+    }
+    largest_power = __reduce_max_sync(~0u, largest_power);
+    bool is_common = there == 0xFFFF;
 #pragma unroll
-      for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
-      power = min(max(power, 127 - 100), 127 + 100);
+    for (int k = 0; k < 4; ++k)
+      is_common = is_common && !has_zero_byte(__ballot_sync(~0u, powers[k] >= largest_power - kSpread));
+    const auto limited = [](int power) { return min(max(power, 127 - 100), 127 + 100); };
+    if (lane == 0)
+      smem[L::kCommon + entry % 4 * 4 + quarter] = static_cast<uint8_t>(is_common ? limited(largest_power) : 0);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      int power = largest_power;
+      if (!is_common) {
+        power = powers[k];
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
+      }
+      power = limited(power);
       ratios[k] = __float2half_rn(scales[k] * __int_as_float((254 - power) << 23));
       inverse[k] = (254 - power) * 0x00800080;
-      if constexpr (kIsV4)
+      if constexpr (kIsV4) {
+        const uint4 wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
         *reinterpret_cast<uint4*>(smem + waiting(k)) =
             make_uint4(scaled_to_half(wide.x, inverse[k]), scaled_to_half(wide.y, inverse[k]),
                        scaled_to_half(wide.z, inverse[k]), scaled_to_half(wide.w, inverse[k]));
+      }
       const int row = k * 4 + lane / 8;
       if (lane % 8 == 0)
         smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =

@@ -62,7 +62,9 @@ struct Scores : Storage<FORMAT> {
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
           largest[h] = max(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
           const float2 power = power_below(largest[h]);
+          // q has the sign of the softmax scale, so that a larger product is a larger score.
           scale[h] *= power.x, inverse[h] = __float_as_uint(power.y) >> 16 | __float_as_uint(power.y);
+          if (scale[h] < 0.f) scale[h] = -scale[h], inverse[h] ^= 0x80008000;
         }
       }
       // The second half of the dimensions, for which there are no registers, is read again, and goes where there is
@@ -132,22 +134,70 @@ struct Scores : Storage<FORMAT> {
         }
         products_commit();
         const uint8_t* const of_rows = smem + L::kPowers + entry % 4 * kTile;
-        // Those of a lane's 16 keys, or a bit for every key, asked for before the scores are waited for.
-        uint32_t powers[kPacked ? 4 : 2];
+        // A byte for each quarter, or a bit for each row, asked for before the scores are waited for.
+        uint32_t there[kPacked ? 1 : 2];
         if constexpr (kPacked)
-          read_words(powers, of_rows + t * 16);
+          there[0] = reinterpret_cast<const uint32_t*>(smem + L::kCommon)[entry % 4];
         else
-          read_words(powers, of_rows);
-        // As the exponent of a float32, of key 8n + 2t + i.
-        const auto power = [&](int n, int i) {
-          return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1;
-        };
+          read_words(there, of_rows);
         products_wait<0>();
         strict_wait(3);
         if (kPacked && L::kHasTail) barrier_arrive(tail_empty(slot));
 
+        const int buffer = tile % 2;
+        const uint32_t to = base + L::kWeights + buffer * L::kTerms * kBlockBytes;
+        const auto put = [&](int n, int term, const uint32_t (&w)[4]) {
+          stmatrix(to + term * kBlockBytes + swizzled(weights_row, n * 2 + (lane >> 4)), w[0], w[1], w[2], w[3]);
+        };
+        const auto raise = [&](int h, float largest) {
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+          if (!kPacked) most[h] = fmaxf(most[h], largest);
+          const float now = largest > maximum[h] + kSlack ? largest : maximum[h];
+          if (t == 0) floats(L::kMaximum)[buffer * kHeads + row + h * 8] = now;
+          sum[h] *= exp2_fast(maximum[h] - now), maximum[h] = now;
+        };
+        const auto raise_to_scores = [&] {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float largest = s[2 * h];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
+            raise(h, largest);
+          }
+        };
         // Weights are those of rows times the power that they were divided by, and so is their maximum.
-        if constexpr (kPacked) {
+        if constexpr (!kPacked) {
+#pragma unroll
+          for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
+          if ((there[0] & there[1]) != ~0u) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j) {
+              const int key = j / 4 * 8 + 2 * t + j % 2;
+              if (!(there[j / 16] >> (key % 32) & 1)) s[j] = -INFINITY;
+            }
+          }
+          barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+          raise_to_scores();
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            uint32_t high[4], low[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const int j = n * 8 + 2 * k, h = k % 2;
+              const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
+              sum[h] += x + y;
+              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+            }
+            put(n, 0, high), put(n, 1, low);
+          }
+        } else if (has_zero_byte(there[0])) {
+          uint32_t powers[4];  // of a lane's 16 keys
+          read_words(powers, of_rows + t * 16);
+          // As the exponent of a float32, of key 8n + 2t + i.
+          const auto power = [&](int n, int i) {
+            return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1;
+          };
 #pragma unroll
           for (int j = 0; j < 32; ++j) {
             const uint32_t of = power(j / 4, j % 2);
@@ -155,53 +205,55 @@ struct Scores : Storage<FORMAT> {
             const float log2 = of ? __uint_as_float(number) - (8388608.f + 127.f) : -INFINITY;
             s[j] = fmaf(s[j] * __uint_as_float(of), scale[j / 2 % 2], log2);
           }
-        } else {
+          barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+          raise_to_scores();
 #pragma unroll
-          for (int j = 0; j < 32; ++j) s[j] *= scale[j / 2 % 2];
-          if ((powers[0] & powers[1]) != ~0u) {
+          for (int n = 0; n < 4; ++n) {
+            uint32_t w[4];
+            powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];  // again, since registers are few
 #pragma unroll
-            for (int j = 0; j < 32; ++j) {
-              const int key = j / 4 * 8 + 2 * t + j % 2;
-              if (!(powers[j / 16] >> (key % 32) & 1)) s[j] = -INFINITY;
-            }
-          }
-        }
-        const int buffer = tile % 2;
-        barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float largest = s[2 * h];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fmaxf(s[j * 4 + 2 * h], s[j * 4 + 2 * h + 1]));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          if (!kPacked) most[h] = fmaxf(most[h], largest);
-          const float now = largest > maximum[h] + kSlack ? largest : maximum[h];
-          if (t == 0) floats(L::kMaximum)[buffer * kHeads + row + h * 8] = now;
-          sum[h] *= exp2_fast(maximum[h] - now), maximum[h] = now;
-        }
-        const uint32_t to = base + L::kWeights + buffer * L::kTerms * kBlockBytes;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          uint32_t high[4], low[4];
-          // Read again, since registers are few.
-          if constexpr (kPacked) powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int j = n * 8 + 2 * k, h = k % 2;
-            const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
-            if constexpr (kPacked) {
+            for (int k = 0; k < 4; ++k) {
+              const int j = n * 8 + 2 * k, h = k % 2;
+              const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
               sum[h] = fmaf(x, __uint_as_float(0x7F000000 - power(n * 2 + k / 2, 0)), sum[h]);
               sum[h] = fmaf(y, __uint_as_float(0x7F000000 - power(n * 2 + k / 2, 1)), sum[h]);
-              high[k] = pack_half(x, y);
-            } else {
-              sum[h] += x + y;
-              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+              w[k] = pack_half(x, y);
             }
+            put(n, 0, w);
           }
-          const uint32_t there_to = to + swizzled(weights_row, n * 2 + (lane >> 4));
-          stmatrix(there_to, high[0], high[1], high[2], high[3]);
-          if constexpr (!kPacked) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
+        } else {
+          const auto power = [&](int n) { return __byte_perm(there[0], 0, 0x0444 | n << 12) >> 1; };
+          const auto logarithm = [&](int n) {
+            return __uint_as_float(__byte_perm(there[0], 0x4B000000, 0x7440 | n)) - (8388608.f + 127.f);
+          };
+          float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* const x = s + n * 8 + 2 * h;
+              const float most = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[4], x[5]));
+              largest[h] = fmaxf(largest[h], fmaf(most, scale[h] * __uint_as_float(power(n)), logarithm(n)));
+            }
+          barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+          raise(0, largest[0]), raise(1, largest[1]);
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            uint32_t w[4];
+            float by[2], plus[2], all[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+              by[h] = scale[h] * __uint_as_float(power(n)), plus[h] = logarithm(n) - maximum[h], all[h] = 0.f;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const int j = n * 8 + 2 * k, h = k % 2;
+              const float x = exp2_fast(fmaf(s[j], by[h], plus[h])), y = exp2_fast(fmaf(s[j + 1], by[h], plus[h]));
+              all[h] += x + y, w[k] = pack_half(x, y);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) sum[h] = fmaf(all[h], __uint_as_float(0x7F000000 - power(n)), sum[h]);
+            put(n, 0, w);
+          }
         }
         if (left == 1) {
 #pragma unroll
