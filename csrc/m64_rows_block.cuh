@@ -30,7 +30,7 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr bool kHasTail = R::kDims > kDim;   // 64 dimensions of keys alone, BF16
   static constexpr int kTerms = kPacked ? 1 : 2;      // BF16 weights come as high and low part
   static constexpr int kOutputRegisters = 160;
-  static constexpr int kScoreRegisters = kPacked ? 144 : 152;
+  static constexpr int kScoreRegisters = !kPacked ? 152 : kHasTail ? 144 : 128;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kTail = 2 * kTileBytes;        // [2 slots]
   static constexpr int kSecondQ = kTail + (kHasTail ? 2 * kBlockBytes : 0);  // dimensions 256 to 511
@@ -158,25 +158,31 @@ __device__ __forceinline__ void copy_narrow(uint32_t to, const uint8_t* from, ui
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "n"(BYTES), "r"(barrier) : "memory");
 }
-// Asked for here, and not where it is needed.
+// Asked for here, and not where it is needed; 0 if not.
 template <bool FIRST>
-__device__ __forceinline__ uint4 load_wide(const uint8_t* from) {
+__device__ __forceinline__ uint4 load_wide(const uint8_t* from, bool is_asked) {
   uint4 x;
   if constexpr (FIRST)
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from), "l"(evict_first()) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+                 "@p ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;}"
+                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+                 : "l"(from), "l"(evict_first()), "r"(static_cast<int>(is_asked)) : "memory");
   else
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+                 "@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+                 : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   return x;
 }
 template <bool IS_BYTE>
-__device__ __forceinline__ uint32_t load_scale(const uint8_t* from) {
+__device__ __forceinline__ uint32_t load_scale(const uint8_t* from, bool is_asked) {
   uint32_t x;
   if constexpr (IS_BYTE)
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u8 %0, [%1];}"
+                 : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   else
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1];}"
+                 : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   return x;
 }
 __device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x01010101u & ~x & 0x80808080u) != 0; }

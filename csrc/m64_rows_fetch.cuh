@@ -27,51 +27,53 @@ struct Fetch : Storage<FORMAT> {
     return again;
   }
   // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
-  __device__ __forceinline__ uint32_t waiting(int k) const {
-    return L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16;
+  __device__ __forceinline__ uint4& waiting(int k) const {
+    return *reinterpret_cast<uint4*>(smem + L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16);
   }
-  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4).
+  // What a lane has of 16 rows: scales as they are, then ratios of both rows 8 apart; wide parts as they are, then as
+  // they go into the slot.
+  struct Lanes {
+    uint32_t scales[4], ratios[2];
+    uint4 wide[4];
+  };
+  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4). All addresses
+  // come before the first load: a shuffle waits for loads before it.
   template <bool FIRST>
-  __device__ __forceinline__ void ask_for_scales(float (&scales)[4], const uint8_t* mine, uint32_t to_scales,
-                                                 unsigned there, int first_lane) const {
+  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, uint32_t to_scales, unsigned there,
+                                          int first_lane) const {
     const int lane = lane_again();
+    const uint8_t* rows[4];
+    uint32_t further[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int of = first_lane + k * 4 + lane / 8;
+      rows[k] = row_of(mine, of);
+      if constexpr (kIsV4) further[k] = __shfl_sync(~0u, to_scales, of);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
       const bool exists = there >> (k * 4 + lane / 8) & 1;
-      const uint8_t* const row = row_of(mine, of);
-      scales[k] = 0.f;
-      if constexpr (kIsV4) {
-        const uint8_t* const from = row + int64_t{__shfl_sync(~0u, to_scales, of)} * 8 + lane % 8;
-        if (exists && lane % 8 < L::kGroups) scales[k] = __uint_as_float(load_scale<true>(from) << 23);
-        // Its place is no sum of what all lanes have alike and the lane's own. With a cache policy ptxas (13.0.88) made
-        // one address of the two, which the instruction has no room for: it was an illegal one.
-        static_assert(L::kWaiting % 512 == 0, "the lane's part is apart from the rest");
-        const uint32_t to = (base + L::kWaiting + warp % 4 * 2048 ^ lane * 16) + k * 512;
-        copy16<FIRST>(to, row + L::kWideAt + lane % 8 * 16, exists ? 16 : 0);
-      } else {
-        if (exists) scales[k] = __uint_as_float(load_scale<false>(row + L::kNarrow + lane % 8 / 2 * 4));
-      }
+      if constexpr (kIsV4)
+        x.scales[k] = load_scale<true>(rows[k] + int64_t{further[k]} * 8 + lane % 8, exists && lane % 8 < L::kGroups);
+      else
+        x.scales[k] = load_scale<false>(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
+      x.wide[k] = load_wide<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
     }
   }
   // Finds the powers of two that rows are divided by, so that no value reaches 2^15. The 16 rows have the same if all
   // are there and the largest bounds of their values are within kSpread of each other: then fp16 still holds, of the
-  // smallest of them, what lies 2^22 below its bound. Else every row has its own. Divides scales and writes them, and
-  // the wide part that waits, which becomes fp16. Returned: inverses of powers, two of BF16 each.
-  __device__ __forceinline__ void prepare(uint32_t (&inverse)[4], const float (&scales)[4], unsigned there,
-                                          uint32_t entry) const {
+  // smallest of them, what lies 2^22 below its bound. Else every row has its own. Divides scales and wide parts.
+  __device__ __forceinline__ void prepare(Lanes& x, unsigned there, uint32_t entry) const {
     const int quarter = warp % 4, lane = lane_again();
-    __half ratios[4];
     int powers[4], largest_power = 0;
-    if constexpr (kIsV4) copies_wait();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      if constexpr (kIsV4) x.scales[k] <<= 23;
       // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
-      powers[k] = (__float_as_int(scales[k]) >> 23 & 0xFF) + 1 + 9 - 15;
+      powers[k] = static_cast<int>(x.scales[k] >> 23 & 0xFF) + 1 + 9 - 15;
       if constexpr (kIsV4) {
-        const uint4 wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
-        uint32_t largest =
-            larger_magnitudes(larger_magnitudes(wide.x, wide.y), larger_magnitudes(wide.z, wide.w)) & 0x7FFF7FFF;
+        uint32_t largest = larger_magnitudes(larger_magnitudes(x.wide[k].x, x.wide[k].y),
+                                             larger_magnitudes(x.wide[k].z, x.wide[k].w)) & 0x7FFF7FFF;
         largest = max(largest & 0xFFFF, largest >> 16);
         powers[k] = max(powers[k], static_cast<int>(largest >> 7) + 1 - 15);
       }
@@ -85,6 +87,7 @@ struct Fetch : Storage<FORMAT> {
     const auto limited = [](int power) { return min(max(power, 127 - 100), 127 + 100); };
     if (lane == 0)
       smem[L::kCommon + entry % 4 * 4 + quarter] = static_cast<uint8_t>(is_common ? limited(largest_power) : 0);
+    __half ratios[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       int power = largest_power;
@@ -94,14 +97,12 @@ struct Fetch : Storage<FORMAT> {
         for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
       }
       power = limited(power);
-      ratios[k] = __float2half_rn(scales[k] * __int_as_float((254 - power) << 23));
-      inverse[k] = (254 - power) * 0x00800080;
-      if constexpr (kIsV4) {
-        const uint4 wide = *reinterpret_cast<const uint4*>(smem + waiting(k));
-        *reinterpret_cast<uint4*>(smem + waiting(k)) =
-            make_uint4(scaled_to_half(wide.x, inverse[k]), scaled_to_half(wide.y, inverse[k]),
-                       scaled_to_half(wide.z, inverse[k]), scaled_to_half(wide.w, inverse[k]));
-      }
+      ratios[k] = __float2half_rn(__uint_as_float(x.scales[k]) * __int_as_float((254 - power) << 23));
+      const uint32_t inverse = (254 - power) * 0x00800080;
+      const auto divided = [&](uint32_t two) {
+        return kIsV4 ? scaled_to_half(two, inverse) : scaled_bf16(two, inverse);
+      };
+      x.wide[k] = make_uint4(divided(x.wide[k].x), divided(x.wide[k].y), divided(x.wide[k].z), divided(x.wide[k].w));
       const int row = k * 4 + lane / 8;
       if (lane % 8 == 0)
         smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
@@ -110,8 +111,7 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const __half2 pair = __halves2half2(ratios[k], ratios[k + 2]);
-      reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] =
-          reinterpret_cast<const uint32_t&>(pair);
+      x.ratios[k] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
   // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
@@ -120,27 +120,6 @@ struct Fetch : Storage<FORMAT> {
     *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
   }
   __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
-  // A tail, which only scores need, goes where it is needed as soon as those of the last entry but one are done.
-  template <bool FIRST>
-  __device__ __forceinline__ void fetch_tail(const uint32_t (&inverse)[4], const uint8_t* mine, unsigned there,
-                                             int first_lane, uint32_t entry) const {
-    const int lane = lane_again();
-    uint4 values[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint8_t* const row = row_of(mine, first_lane + k * 4 + lane / 8);
-      values[k] = make_uint4(0, 0, 0, 0);
-      if (there >> (k * 4 + lane / 8) & 1) values[k] = load_wide<FIRST>(row + L::kWideAt + lane % 8 * 16);
-    }
-    barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      put_wide(k, entry,
-               make_uint4(scaled_bf16(values[k].x, inverse[k]), scaled_bf16(values[k].y, inverse[k]),
-                          scaled_bf16(values[k].z, inverse[k]), scaled_bf16(values[k].w, inverse[k])));
-    wide_is_put(entry);
-  }
-
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
   // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
   // wide parts wait for the same slot.
@@ -158,7 +137,7 @@ struct Fetch : Storage<FORMAT> {
         barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
         if (is_waiting) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, *reinterpret_cast<const uint4*>(smem + waiting(k)));
+          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(k));
           wide_is_put(entry - 1), is_waiting = false;
         }
         if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
@@ -199,24 +178,31 @@ struct Fetch : Storage<FORMAT> {
       const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
       const unsigned there = __ballot_sync(~0u, mine.exists);
       const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
-      if (starts) {
-        announce(kQ, 0);
-        if constexpr (kPacked) {
-          barrier_arrive(raw_full(quarter));
-          barrier_wait(raw_empty(quarter), entry & 1);
-        } else {
-          barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
-        }
+      const auto copy_q_of_item = [&] {
         fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
         arrive(q_full());
         ++entry;
+      };
+      if (!kPacked && starts) {
+        announce(kQ, 0);
+        barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+        copy_q_of_item();
       }
 #pragma unroll 1
       for (int t = 0; t < 2; ++t, ++entry) {
         if (t == 1 && !two) break;
         const unsigned bits = there >> t * 16 & 0xFFFF;
-        announce(kKeys, bits);
         if constexpr (kPacked) {
+          Lanes x;
+          ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
+          const bool is_first = t == 0 && starts;
+          if (is_first) announce(kQ, 0), barrier_arrive(raw_full(quarter));
+          prepare(x, bits, entry + is_first);
+          if (is_first) {
+            barrier_wait(raw_empty(quarter), entry & 1);
+            copy_q_of_item();
+          }
+          announce(kKeys, bits);
           // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
           const uint32_t to = L::kRaw + row0 * L::kNarrow;
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
@@ -224,22 +210,28 @@ struct Fetch : Storage<FORMAT> {
               *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
                   make_uint4(0, 0, 0, 0);
           fence_async();  // what was read there, and zeros written there, before the copies
-          __syncwarp();
-          float scales[4];
-          // After the fence, which would wait for them.
-          ask_for_scales<FIRST>(scales, mine.at, to_scales, bits, t * 16);
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
+          __syncwarp();
           if (lane / 16 == t && bits >> lane % 16 & 1)
             copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
           __syncwarp();
-          uint32_t inverse[4];
-          prepare(inverse, scales, bits, entry);
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] = x.ratios[k];
           barrier_arrive(raw_full(quarter));
-          if constexpr (L::kHasTail)
-            fetch_tail<FIRST>(inverse, mine.at, bits, t * 16, entry);
-          else
+          if constexpr (L::kHasTail) {
+            // Only scores need it: it goes where it is needed as soon as those of the last entry but one are done.
+            barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) put_wide(k, entry, x.wide[k]);
+            wide_is_put(entry);
+          } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) waiting(k) = x.wide[k];
             is_waiting = true;
+          }
         } else {
+          announce(kKeys, bits);
           copy_bf16<FIRST>(mine.at, bits, t * 16, entry);
           copies_arrive(full(entry & 1));
           arrive(full(entry & 1));
