@@ -14,18 +14,25 @@ namespace mla {
 namespace m64_rows {
 
 // Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
-// lanes of a head.
-__device__ __forceinline__ uint4 exchanged(uint32_t (&w)[4], int lane) {
+// lanes of a head: of N such words at once, since a shuffle is waited for.
+template <int N>
+__device__ __forceinline__ void exchange(uint32_t (&w)[N][4], int lane) {
 #pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[j] : w[j + 1], 1);
-    (lane & 1 ? w[j] : w[j + 1]) = theirs;
-  }
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[n][j] : w[n][j + 1], 1);
+      (lane & 1 ? w[n][j] : w[n][j + 1]) = theirs;
+    }
   // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
   const bool is_upper = lane & 2;
-  const uint32_t x = __shfl_xor_sync(~0u, is_upper ? w[0] : w[2], 2);
-  const uint32_t y = __shfl_xor_sync(~0u, is_upper ? w[1] : w[3], 2);
-  return is_upper ? make_uint4(x, y, w[2], w[3]) : make_uint4(w[0], w[1], x, y);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, is_upper ? w[n][j] : w[n][j + 2], 2);
+      (is_upper ? w[n][j] : w[n][j + 2]) = theirs;
+    }
 }
 
 // Outputs, 256 dimensions.
@@ -183,20 +190,20 @@ struct Outputs : Storage<FORMAT> {
           }
           continue;
         }
+        uint32_t packed[4][4];  // [head, 32 dimensions][block of 8]
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int n = 0; n < 4; ++n)
 #pragma unroll
-          for (int four = 0; four < 2; ++four) {  // blocks of 8 dimensions
-            uint32_t packed[4];
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-              const int j = c * 32 + four * 16 + b * 4 + h * 2;
-              packed[b] = pack_bf16(o[j] * factor[h], o[j + 1] * factor[h]);
-            }
-            const uint4 values = exchanged(packed, lane);
-            if (head0 + h * 8 < p.heads)
-              *reinterpret_cast<uint4*>(out + (head0 + h * 8) * p.out_head_stride + c * 64 + four * 32) = values;
+          for (int b = 0; b < 4; ++b) {
+            const int j = c * 32 + n % 2 * 16 + b * 4 + n / 2 * 2;
+            packed[n][b] = pack_bf16(o[j] * factor[n / 2], o[j + 1] * factor[n / 2]);
           }
+        exchange(packed, lane);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          if (head0 + n / 2 * 8 < p.heads)
+            *reinterpret_cast<uint4*>(out + (head0 + n / 2 * 8) * p.out_head_stride + c * 64 + n % 2 * 32) =
+                make_uint4(packed[n][0], packed[n][1], packed[n][2], packed[n][3]);
       }
     }
   }
@@ -274,17 +281,21 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
   const int64_t token = Item::token(p, first);
   __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + warp / 4 * (kDim / 2) +
                              eighth * 32 + lane % 4 * 8;
+  uint32_t packed[2][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      packed[h][b] = pack_bf16(o[b * 4 + h * 2] * factor, o[b * 4 + h * 2 + 1] * factor);
+  }
+  exchange(packed, lane);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = head0 + h * 8;
-    const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
-    uint32_t packed[4];
-#pragma unroll
-    for (int b = 0; b < 4; ++b)
-      packed[b] = pack_bf16(o[b * 4 + h * 2] * factor, o[b * 4 + h * 2 + 1] * factor);
-    const uint4 values = exchanged(packed, lane);
     if (head < p.heads) {
-      *reinterpret_cast<uint4*>(out + head * p.out_head_stride) = values;
+      *reinterpret_cast<uint4*>(out + head * p.out_head_stride) =
+          make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
       if (p.lse && eighth == 0 && warp < 4 && lane % 4 == 0)
         write_statistics(p, token, head, maximum[h], keys[h], most[h]);
     }
