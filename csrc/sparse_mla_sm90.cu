@@ -63,7 +63,7 @@ M64Division m64_division(int items, int tiles, int sms) {
   const int rest = items % sms;
   const auto time = [&](int parts) {
     const int blocks = rest * parts;
-    return divide(blocks, sms) * (divide(tiles, parts) + 2.5) + (parts > 1 ? 1 + 1.5 * blocks / sms : 0);
+    return divide(blocks, sms) * (divide(tiles, parts) + 2.5) + (parts > 1 ? 2 + 1.5 * blocks / sms : 0);
   };
   int best = 1;
   for (int parts = 2; parts <= std::min(8, tiles); ++parts)
@@ -82,8 +82,9 @@ struct M64Choice {
     const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
     // It takes packed rows without the largest score, which no call over them asks for.
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
-    // With less to do than this, 16 heads an item are faster.
-    is_it = call.heads > 32 && int64_t{items} * tiles >= 640;
+    // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
+    const bool enough = items > sms / 2 || (tiles >= 10 && items > sms / 4) || (tiles >= 16 && items * tiles >= 200);
+    is_it = call.heads > 32 && enough;
     division = m64_division(items, tiles, sms);
   }
 };

@@ -16,7 +16,7 @@ TOLERANCES = {"584": 5e-4}
 LSE = 2e-5
 # Its kernel with 64 heads on M rounds scales and values of 656-byte rows to fp16 (FlashMLA rounds values to BF16),
 # and scores are of these rows. The whole error stays below 2e-3, of which 1.66e-3 are the output's own rounding.
-ROUNDED_ROWS = {"excess": 1e-3, "lse": 2.5e-3}
+ROUNDED_ROWS = {"excess": 1e-3, "lse": 4e-3}
 # Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132.
 BLOCKS_OF_64 = [(20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152)]
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
