@@ -44,7 +44,11 @@ struct SparseMlaRows {
   int32_t tokens, heads;
   bool q_is_fp8;
   bool keep_outputs = false;  // in the L2 cache
+  void* workspace = nullptr;  // of as many bytes as sparse_mla_rows_workspace() says; 16-byte aligned
 };
+
+// How many bytes a call needs besides, 0 of most. It follows from shapes and the GPU alone.
+cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes);
 
 // Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
@@ -52,5 +56,16 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // 16 heads an item; `paired` (not of BF16 rows; one split) for two items at a time on an SM; 1 to 8 blocks share a
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
+
+// Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of
+// the others' keys so many parts, which the workspace holds.
+struct M64Division {
+  int whole, parts;
+};
+constexpr int64_t kM64PartBytes = 64 * (512 + 3) * 4;
+
+// 64 heads a block, heads on M; one block an SM. Not of kE4M3, nor of calls whose sources have offsets.
+cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, const M64Division& division, int sms,
+                                       cudaStream_t stream);
 
 }  // namespace mla

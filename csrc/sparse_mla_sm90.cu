@@ -57,6 +57,38 @@ int mma_splits(int blocks, int tiles, int sms) {
   return 2 * blocks <= sms && tiles > 1 ? 2 : 1;
 }
 
+// Items beyond those that fill all SMs some times leave SMs idle, so their keys are divided, into as many parts as take
+// the least time. In tiles, a part takes some more than its own for q and its outputs, and merging what it has to read.
+M64Division m64_division(int items, int tiles, int sms) {
+  const int rest = items % sms;
+  const auto time = [&](int parts) {
+    const int blocks = rest * parts;
+    return divide(blocks, sms) * (divide(tiles, parts) + 2.5) + (parts > 1 ? 2 + 1.5 * blocks / sms : 0);
+  };
+  int best = 1;
+  for (int parts = 2; parts <= std::min(8, tiles); ++parts)
+    if (time(parts) < 0.95 * time(best)) best = parts;
+  return {best > 1 ? items - rest : items, best};
+}
+
+// Whether the kernel with 64 heads on M serves a call over rows, and how it is divided there.
+struct M64Choice {
+  bool is_it;
+  M64Division division;
+
+  M64Choice(const SparseMlaRows& call, int sms) : is_it(false), division{} {
+    const int tiles = divide(call.sources[0].width + call.sources[1].width, 64);
+    const int items = call.tokens * divide(call.heads, 64);
+    const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
+    // It takes packed rows without the largest score, which no call over them asks for.
+    if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
+    // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
+    const bool enough = items > sms / 2 || (tiles >= 10 && items > sms / 4) || (tiles >= 16 && items * tiles >= 200);
+    is_it = call.heads > 32 && enough;
+    division = m64_division(items, tiles, sms);
+  }
+};
+
 }  // namespace
 
 cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
@@ -85,11 +117,24 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   return launch_sparse_mla_m64(call, sms, stream);
 }
 
+cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes) {
+  *bytes = 0;
+  if (call.tokens == 0) return cudaSuccess;
+  Gpu gpu;
+  if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
+  const M64Choice m64(call, gpu.sms);
+  const int items = call.tokens * divide(call.heads, 64);
+  if (m64.is_it) *bytes = int64_t{items - m64.division.whole} * m64.division.parts * kM64PartBytes;
+  return cudaSuccess;
+}
+
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
   if (call.tokens == 0) return cudaSuccess;
   Gpu gpu;
   if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
+  if (const M64Choice m64(call, gpu.sms); m64.is_it)
+    return launch_sparse_mla_m64_rows(call, m64.division, gpu.sms, stream);
   const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
   const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
   const bool paired = !is_wide && 2 * blocks > gpu.sms;

@@ -2,6 +2,7 @@
 // package defines. Only torch's stable ABI is used, so that one binary serves several torch versions.
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -397,7 +398,16 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
   call.tokens = static_cast<int32_t>(tokens);
   call.heads = static_cast<int32_t>(heads);
 
-  on_current_stream(q, [&](cudaStream_t stream) { return mla::launch_sparse_mla_rows(call, stream); });
+  Tensor workspace;  // freed before the kernels have run, for whatever comes after them on the stream
+  on_current_stream(q, [&](cudaStream_t stream) {
+    int64_t bytes = 0;
+    if (const cudaError_t error = mla::sparse_mla_rows_workspace(call, &bytes); error != cudaSuccess) return error;
+    if (bytes > 0) {
+      workspace = torch::stable::new_empty(q, {bytes}, ScalarType::Byte);
+      call.workspace = workspace.data_ptr();
+    }
+    return mla::launch_sparse_mla_rows(call, stream);
+  });
 }
 
 }  // namespace

@@ -13,6 +13,12 @@ FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions o
 PACKED = FORMATS[:2]
 # The sm90 provider's weights of 584-byte rows are BF16 where they meet RoPE values, an eighth of all.
 TOLERANCES = {"584": 5e-4}
+LSE = 2e-5
+# Its kernel with 64 heads on M rounds scales and values of 656-byte rows to fp16 (FlashMLA rounds values to BF16),
+# and scores are of these rows. The whole error stays below 2e-3, of which 1.66e-3 are the output's own rounding.
+ROUNDED_ROWS = {"excess": 1e-3, "lse": 4e-3}
+# Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132.
+BLOCKS_OF_64 = [(20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152)]
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
 
@@ -120,6 +126,18 @@ class Case:
             found &= torch.arange(indices.shape[2]) < lengths[:, None, None]
         return found
 
+    def bounds(self, provider):
+        """Of the error that is not the output's own rounding, and of lse."""
+        if self.rows == "656" and provider == "sm90" and self.has_64_heads_a_block():
+            return ROUNDED_ROWS["excess"], ROUNDED_ROWS["lse"]
+        return TOLERANCES.get(self.rows, TOLERANCE), LSE
+
+    def has_64_heads_a_block(self):
+        """Whether the sm90 provider takes the kernel with 64 heads on M, as csrc/sparse_mla_sm90.cu says."""
+        tokens, heads = self.query.shape[0] * self.query.shape[1], self.query.shape[2]
+        tiles = -(-sum(indices.shape[2] for _, indices, _ in self.pools) // 64)
+        return heads > 32 and tokens * -(-heads // 64) * tiles >= 640
+
     def expected(self):
         """out, lse and max_logits, float64 [batch, q_len, heads, ...]."""
         shape = self.query.shape[:3]
@@ -178,12 +196,13 @@ class Case:
         out, lse, top = self.run(provider, **options)
         want, want_lse, want_top = self.expected()
         assert not out.isnan().any() and (want.any() or not out.any())
+        excess, lse_bound = self.bounds(provider)
         if want.any():
-            assert excess_error(out, want) < TOLERANCES.get(self.rows, TOLERANCE)
+            assert excess_error(out, want) < excess
         for found, exact in ((lse, want_lse), (top, want_top)):
             if found is not None:
                 assert found.dtype == torch.float32
-                torch.testing.assert_close(found.cpu().double(), exact, rtol=2e-6, atol=2e-5)
+                torch.testing.assert_close(found.cpu().double(), exact, rtol=2e-6, atol=lse_bound)
         return out
 
 
@@ -262,10 +281,28 @@ def test_several_queries_a_request(device, provider, rows):
     Case(rows, device, batch=3, q_len=3, extra=20 if rows in PACKED else None, seed=6).check(provider)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads, columns", BLOCKS_OF_64)
+def test_64_heads_a_block(device, rows, batch, heads, columns):
+    """Few keys and none, in items and their parts; garbage behind the lengths, and among the indices before."""
+    skip_unless_served("sm90")
+    widths = (columns // 2, columns - columns // 2) if rows in PACKED else (columns, None)
+    case = Case(rows, device, batch=batch, heads=heads, columns=widths[0], extra=widths[1], block_size=64, seed=1)
+    assert case.has_64_heads_a_block()
+    for number, (cache, indices, lengths) in enumerate(case.pools):
+        lengths[:7] = torch.tensor([0, 1, 63, 64, 65, -5, columns + 9])
+        lengths[-2:] = torch.tensor([columns, 0 if number else 1])
+        missing = ~case.active(number) | (torch.rand(indices.shape, generator=case.gen) < 0.1)
+        stale = torch.tensor([*GARBAGE, len(cache.keys)], dtype=torch.int32)
+        indices[missing] = stale[torch.randint(0, len(stale), (int(missing.sum()),), generator=case.gen)]
+    out = case.check("sm90")
+    assert not out[0].any() and not out[5].any()
+
+
 @pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
 def test_strided_query_and_out(device, provider, rows, batch, heads):
     """Heads sliced out of padded buffers, which vLLM hands over; nothing is written beside them."""
-    case = Case(rows, device, batch=batch, heads=heads, seed=7)
+    case = Case(rows, device, batch=batch, heads=heads, columns=330, seed=7)
     padded = torch.full((batch, 1, heads + 5, case.dim + 8), math.nan, dtype=BF16, device=device)
     padded[:, :, :heads, : case.dim] = case.query.to(device)
     out = torch.full((batch, 1, heads + 5, 520), 7.0, dtype=BF16, device=device)
@@ -435,11 +472,13 @@ def test_refusals_of_prefill(change, message):
 
 
 @pytest.mark.gpu
-def test_graph_replay_with_changed_lengths(device, fast_provider, rows):
-    case, other = (Case(rows, device, batch=40, heads=16, columns=600, seed=seed) for seed in (15, 16))
+@pytest.mark.parametrize("batch, heads", [(40, 16), (40, 64), (150, 64)])
+def test_graph_replay_with_changed_lengths(device, fast_provider, rows, batch, heads):
+    case, other = (Case(rows, device, batch=batch, heads=heads, columns=1024, seed=seed) for seed in (15, 16))
+    other.pools[0][2][:2] = torch.tensor([0, 1024])
     first = case.pools[0]
     cache, indices, lengths = first[0].on(device), first[1].to(device), first[2].to(device)
-    query, out = case.query.to(device), torch.empty(40, 1, 16, 512, dtype=BF16, device=device)
+    query, out = case.query.to(device), torch.empty(batch, 1, heads, 512, dtype=BF16, device=device)
     sinks = case.sinks.to(device)
 
     def step():
@@ -462,14 +501,15 @@ def test_graph_replay_with_changed_lengths(device, fast_provider, rows):
     for mine, new in ((cache, second[0].on(device)), (indices, second[1]), (lengths, second[2]),
                       (query, other.query), (sinks, other.sinks)):  # fmt: skip
         mine.copy_(new)
+    out.fill_(math.nan)
     graph.replay()
-    assert excess_error(out, other.expected()[0]) < TOLERANCES.get(rows, TOLERANCE)
+    assert excess_error(out, other.expected()[0]) < other.bounds(fast_provider)[0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, heads", [(3, 8), (140, 64)])
 def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, heads):
-    case = Case(rows, device, batch=batch, heads=heads, seed=17)
+    case = Case(rows, device, batch=batch, heads=heads, columns=330, seed=17)
     cache, indices, lengths = case.pools[0]
     small = cache.on(device)
     row_bytes = {"584": 584, "656": 656}.get(rows, 2 * case.dim)
@@ -484,7 +524,7 @@ def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, h
     cache.keys, cache.on = torch.empty(0), lambda *_: large
     case.active = lambda number: torch.zeros_like(indices, dtype=torch.bool)
     cache.poison = lambda used: None
-    assert excess_error(case.run(fast_provider)[0], want) < TOLERANCES.get(rows, TOLERANCE)
+    assert excess_error(case.run(fast_provider)[0], want) < case.bounds(fast_provider)[0]
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/stock_rows_h200.json"

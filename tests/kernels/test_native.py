@@ -466,6 +466,7 @@ sys.path[:0] = sys.argv[2:]
 import conftest, torch
 from mla_kernels import native
 native.LIBRARY = Path(sys.argv[1])
+import test_flash_mla
 from test_sparse_mla import BATCHES, BF16, E4M3, Case
 for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
     for q_dtype, kv_dtype in ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3)):
@@ -474,6 +475,12 @@ for tokens, heads in [(1, 8), *BATCHES, (600, 64), (1100, 32), (2100, 16)]:
         out = case.run("sm90").cpu()
         assert out.isfinite().all() and out.any()
         print(tokens, heads, q_dtype, kv_dtype, hashlib.sha256(out.view(torch.uint8).numpy()).hexdigest())
+for rows in test_flash_mla.FORMATS:
+    for batch, heads, columns in test_flash_mla.BLOCKS_OF_64:
+        case = test_flash_mla.Case(rows, torch.device("cuda"), batch=batch, heads=heads, columns=columns)
+        out = case.run("sm90")[0].cpu()
+        assert out.isfinite().all() and out.any()
+        print(rows, batch, heads, hashlib.sha256(out.view(torch.uint8).numpy()).hexdigest())
 """
 
 

@@ -46,9 +46,11 @@ check([(16, 64), (140, 64)], bf16, mixed, prepare=heads_first)
 check([(600, 64), (1100, 32), (2100, 16)], bf16, mixed, width=128 + 64)  # outputs larger than half the L2 cache
 
 for rows in test_flash_mla.FORMATS:
-    for batch, heads in ((1, 64), (5, 40), (40, 128), (140, 16)):
+    for batch, heads, columns in (
+        (1, 64, 200), (5, 40, 200), (40, 128, 200), (140, 16, 200), (20, 50, 2048), (140, 64, 400)):
         extra = 40 if rows in test_flash_mla.PACKED else None
-        case = test_flash_mla.Case(rows, torch.device("cuda"), batch=batch, heads=heads, columns=200, extra=extra)
+        case = test_flash_mla.Case(
+            rows, torch.device("cuda"), batch=batch, heads=heads, columns=columns, extra=extra)
         for cache, indices, lengths in case.pools:
             indices[::2, :, ::3] = len(cache.keys)  # rows outside the cache
             lengths[1::4] = 0

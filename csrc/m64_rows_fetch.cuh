@@ -1,0 +1,308 @@
+// Rows and q of sparse_mla_m64_rows.cu on their way, which one warpgroup fetches.
+#pragma once
+
+#include "m64_rows_block.cuh"
+
+namespace mla {
+namespace m64_rows {
+
+template <RowFormat FORMAT>
+struct Fetch : Storage<FORMAT> {
+  using Base = Storage<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::full, Base::empty, Base::raw_full;
+  using Base::raw_empty, Base::q_full, Base::tail_empty;
+  using L = Layout<FORMAT>;
+  static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
+  static constexpr int kSpread = 16;
+
+  // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes,
+  // of the wide parts of rows lane / 8, and 4, 8 and 12 further, and their scales of dimensions 64 (lane % 8) on.
+  __device__ __forceinline__ const uint8_t* row_of(const uint8_t* mine, int lane_of_row) const {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
+  }
+  // What follows from the lane is found again for each tile, since registers are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
+  // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
+  __device__ __forceinline__ uint4& waiting(int k) const {
+    return *reinterpret_cast<uint4*>(smem + L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16);
+  }
+  // What a lane has of 16 rows: scales as they are, then ratios of both rows 8 apart; wide parts as they are, then as
+  // they go into the slot.
+  struct Lanes {
+    uint32_t scales[4], ratios[2];
+    uint4 wide[4];
+  };
+  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4). All addresses
+  // come before the first load: a shuffle waits for loads before it.
+  template <bool FIRST>
+  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, uint32_t to_scales, unsigned there,
+                                          int first_lane) const {
+    const int lane = lane_again();
+    const uint8_t* rows[4];
+    uint32_t further[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int of = first_lane + k * 4 + lane / 8;
+      rows[k] = row_of(mine, of);
+      if constexpr (kIsV4) further[k] = __shfl_sync(~0u, to_scales, of);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const bool exists = there >> (k * 4 + lane / 8) & 1;
+      if constexpr (kIsV4)
+        x.scales[k] = load_scale<true>(rows[k] + int64_t{further[k]} * 8 + lane % 8, exists && lane % 8 < L::kGroups);
+      else
+        x.scales[k] = load_scale<false>(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
+      x.wide[k] = load_wide<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
+    }
+  }
+  // Finds the powers of two that rows are divided by, so that no value reaches 2^15. The 16 rows have the same if all
+  // are there and the largest bounds of their values are within kSpread of each other: then fp16 still holds, of the
+  // smallest of them, what lies 2^22 below its bound. Else every row has its own. Divides scales and wide parts.
+  __device__ __forceinline__ void prepare(Lanes& x, unsigned there, uint32_t entry) const {
+    const int quarter = warp % 4, lane = lane_again();
+    int powers[4], largest_power = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (kIsV4) x.scales[k] <<= 23;
+      // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
+      powers[k] = static_cast<int>(x.scales[k] >> 23 & 0xFF) + 1 + 9 - 15;
+      if constexpr (kIsV4) {
+        uint32_t largest = larger_magnitudes(larger_magnitudes(x.wide[k].x, x.wide[k].y),
+                                             larger_magnitudes(x.wide[k].z, x.wide[k].w)) & 0x7FFF7FFF;
+        largest = max(largest & 0xFFFF, largest >> 16);
+        powers[k] = max(powers[k], static_cast<int>(largest >> 7) + 1 - 15);
+      }
+      largest_power = max(largest_power, powers[k]);
+    }
+    largest_power = __reduce_max_sync(~0u, largest_power);
+    bool is_common = there == 0xFFFF;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      is_common = is_common && !has_zero_byte(__ballot_sync(~0u, powers[k] >= largest_power - kSpread));
+    const auto limited = [](int power) { return min(max(power, 127 - 100), 127 + 100); };
+    if (lane == 0)
+      smem[L::kCommon + entry % 4 * 4 + quarter] = static_cast<uint8_t>(is_common ? limited(largest_power) : 0);
+    __half ratios[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      int power = largest_power;
+      if (!is_common) {
+        power = powers[k];
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
+      }
+      power = limited(power);
+      ratios[k] = __float2half_rn(__uint_as_float(x.scales[k]) * __int_as_float((254 - power) << 23));
+      const uint32_t inverse = (254 - power) * 0x00800080;
+      const auto divided = [&](uint32_t two) {
+        return kIsV4 ? scaled_to_half(two, inverse) : scaled_bf16(two, inverse);
+      };
+      x.wide[k] = make_uint4(divided(x.wide[k].x), divided(x.wide[k].y), divided(x.wide[k].z), divided(x.wide[k].w));
+      const int row = k * 4 + lane / 8;
+      if (lane % 8 == 0)
+        smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
+            static_cast<uint8_t>(there >> row & 1 ? power : 0);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const __half2 pair = __halves2half2(ratios[k], ratios[k + 2]);
+      x.ratios[k] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+  // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
+  __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
+    const int lane = lane_again(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
+    *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
+  }
+  __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
+  // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
+  // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
+  // wide parts wait for the same slot.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch() const {
+    const int quarter = warp % 4, row0 = quarter * 16;
+    uint32_t entry = 0;
+    bool is_waiting = false;  // the wide part of the entry before
+    // By lane 0 of a warp, with the copies of all lanes.
+    const auto arrive = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const auto announce = [&](Kind kind, unsigned there) {
+      if constexpr (kPacked) {
+        barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
+        if (is_waiting) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(k));
+          wide_is_put(entry - 1), is_waiting = false;
+        }
+        if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+      } else if (lane == 0) {
+        *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
+            static_cast<uint16_t>(there);
+      }
+    };
+    // A lane looks up a row of two tiles, two tiles ahead; false after the last item. What is no index of a row, as a
+    // negative one, is that of a missing row.
+    const int my_key = lane / 16 * kTile + row0 + lane % 16;
+    int i = blockIdx.x, key0 = -2 * kTile, index;
+    Item item(p, i, LaneLengths(p, i, lane));
+    LaneLengths next_lengths(p, i + gridDim.x, lane);
+    const auto look_up = [&] {
+      key0 += 2 * kTile;
+      if (key0 >= item.tiles() * kTile) {
+        i += gridDim.x;
+        if (i >= p.units) return false;
+        item = Item(p, i, next_lengths), key0 = 0;
+        next_lengths = LaneLengths(p, i + gridDim.x, lane);
+      }
+      const int key = key0 + my_key;
+      index = -1;
+      if (key < item.keys) {
+        const bool is_first = key < item.of_first;
+        const int32_t* const indices = is_first ? p.sources[0].indices : p.sources[1].indices;
+        const int64_t stride = is_first ? p.sources[0].indices_stride : p.sources[1].indices_stride;
+        index = indices[Item::token(p, i) * stride + key + (is_first ? item.first : -item.of_first)];
+      }
+      return true;
+    };
+    bool is_more = look_up();
+    while (is_more) {
+      const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
+      const Row mine(pool, index);
+      // Of V4's rows of 576 bytes those that follow in the page, and behind them 8 bytes for each row of the page.
+      const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
+      const unsigned there = __ballot_sync(~0u, mine.exists);
+      const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
+      const auto copy_q_of_item = [&] {
+        fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
+        arrive(q_full());
+        ++entry;
+      };
+      if (!kPacked && starts) {
+        announce(kQ, 0);
+        barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
+        copy_q_of_item();
+      }
+#pragma unroll 1
+      for (int t = 0; t < 2; ++t, ++entry) {
+        if (t == 1 && !two) break;
+        const unsigned bits = there >> t * 16 & 0xFFFF;
+        if constexpr (kPacked) {
+          Lanes x;
+          ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
+          const bool is_first = t == 0 && starts;
+          if (is_first) announce(kQ, 0), barrier_arrive(raw_full(quarter));
+          prepare(x, bits, entry + is_first);
+          if (is_first) {
+            barrier_wait(raw_empty(quarter), entry & 1);
+            copy_q_of_item();
+          }
+          announce(kKeys, bits);
+          // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
+          const uint32_t to = L::kRaw + row0 * L::kNarrow;
+          for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
+            if (lane < L::kNarrow / 16)
+              *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
+                  make_uint4(0, 0, 0, 0);
+          fence_async();  // what was read there, and zeros written there, before the copies
+          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
+          __syncwarp();
+          if (lane / 16 == t && bits >> lane % 16 & 1)
+            copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
+          __syncwarp();
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] = x.ratios[k];
+          barrier_arrive(raw_full(quarter));
+          if constexpr (L::kHasTail) {
+            // Only scores need it: it goes where it is needed as soon as those of the last entry but one are done.
+            barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) put_wide(k, entry, x.wide[k]);
+            wide_is_put(entry);
+          } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) waiting(k) = x.wide[k];
+            is_waiting = true;
+          }
+        } else {
+          announce(kKeys, bits);
+          copy_bf16<FIRST>(mine.at, bits, t * 16, entry);
+          copies_arrive(full(entry & 1));
+          arrive(full(entry & 1));
+        }
+        if (t == 0) is_more = look_up();
+      }
+    }
+    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
+  }
+  // Eight rows at a time: a shuffle waits until the copies before it have left.
+  template <bool FIRST>
+  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, uint32_t entry) const {
+    const int row0 = warp % 4 * 16, slot = entry & 1;
+    const uint32_t to = base + slot * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint8_t* from[8];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) from[r] = row_of(mine, first_lane + half * 8 + r) + lane * 16;
+      if (half == 0) barrier_wait(empty(slot, warp % 4), entry / 2 & 1);
+#pragma unroll
+      for (int r = 0; r < 8; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          copy16<FIRST>(to + half * 1024 + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from[r] + c * 512,
+                        there >> (half * 8 + r) & 1 ? 16 : 0);
+    }
+    if constexpr (L::kHasTail) {
+      const uint8_t* from[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        from[k] = row_of(mine, first_lane + k * 4 + lane / 8) + kDim * 2 + lane % 8 * 16;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int r = k * 4 + lane / 8;
+        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8), from[k],
+                      there >> r & 1 ? 16 : 0);
+      }
+    }
+  }
+
+  // 64 heads of q as they are.
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch_q(int token, int head0, int slot) const {
+    const int row0 = warp % 4 * 16;
+    if (p.is_mapped) {
+      if (lane == 0) {
+        fence_async();  // what was read there before, and how
+        barrier_expect(q_full(), 16 * L::kDims * 2);
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, head0 + row0, token,
+                        q_full());
+      }
+      __syncwarp();
+      barrier_arrive(q_full());
+    } else {
+      const int64_t first = token * p.q_token_stride + head0 * p.q_head_stride;
+#pragma unroll 1
+      for (int r = row0 + lane / 8; r < row0 + 16; r += 4) {
+        const bool is = head0 + r < p.heads;
+        const __nv_bfloat16* const from =
+            static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane % 8 * 8;
+#pragma unroll
+        for (int c = 0; c < L::kDims / 64; ++c)
+          copy16<FIRST>(base + L::block_at(slot, c) + swizzled(r, lane % 8), from + c * 64, is ? 16 : 0);
+      }
+      copies_arrive(q_full());
+    }
+  }
+};
+
+}  // namespace m64_rows
+}  // namespace mla

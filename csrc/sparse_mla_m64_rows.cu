@@ -1,0 +1,334 @@
+// Sparse MLA over the rows of vLLM's own caches for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
+//
+// Heads on M, S = Q K^T and O = P V, with a role for each warpgroup, as in sparse_mla_m64.cu. Operands of packed rows
+// are fp16. A row is divided by a power of two, so that it and its weights are in range: its narrow part is widened and
+// multiplied by its scales, over that power, by the warpgroups that multiply weights by rows; its wide part is small,
+// and is converted by the warps that fetch. BF16 rows are operands as they are.
+
+#include <type_traits>
+
+#include "m64_rows_fetch.cuh"
+#include "m64_rows_scores.cuh"
+
+namespace mla {
+namespace m64_rows {
+
+// Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
+// lanes of a head: of N such words at once, since a shuffle is waited for.
+template <int N>
+__device__ __forceinline__ void exchange(uint32_t (&w)[N][4], int lane) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[n][j] : w[n][j + 1], 1);
+      (lane & 1 ? w[n][j] : w[n][j + 1]) = theirs;
+    }
+  // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
+  const bool is_upper = lane & 2;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, is_upper ? w[n][j] : w[n][j + 2], 2);
+      (is_upper ? w[n][j] : w[n][j + 2]) = theirs;
+    }
+}
+
+// Outputs, 256 dimensions.
+template <RowFormat FORMAT>
+struct Outputs : Storage<FORMAT> {
+  using Base = Storage<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
+  using Base::raw_empty, Base::q_read, Base::ready, Base::used;
+  using L = Layout<FORMAT>;
+  static constexpr bool kPacked = L::kPacked;
+
+  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() loads a quarter
+  // of this warpgroup's dimensions, also of an entry that is no rows, so that nothing waits for loads before put(),
+  // which stores them, widened, once that quarter of the slot is free.
+  // A lane has 16 values of a row, and of the row 8 further, whose swizzle is the same; 8 of them are a store. Lanes 4
+  // apart, and 8 apart, begin with different ones, so that a warp's stores, and loads, go to different banks.
+  struct Fill {
+    uint32_t from[2], to[2], ratios;  // where rows and their ratios wait, and in the entry's slot
+    uint32_t entry = 0;
+    int kind = kEnd;
+    bool is_narrow;
+    uint2 rows[4];
+    uint32_t ratio;  // of both rows
+
+    __device__ __forceinline__ Fill(int warp, int lane) {
+      const int row = warp % 4 * 2 + lane / 16, begin = (lane >> 2 ^ lane >> 3) & 1;
+      // Of the dimensions that are not narrow nothing is done.
+      is_narrow = warp / 4 * (kDim / 2) + lane % 16 * 16 < L::kNarrow;
+      const int part = is_narrow ? lane % 16 : 0;
+      ratios = L::kRatios + row * 32 + warp / 4 * 16 + part / 4 * 4;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        from[j] = L::kRaw + row * L::kNarrow + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
+        to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
+        asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
+      }
+    }
+  };
+  __device__ __forceinline__ void take(Fill& fill, int quarter) const {
+    if constexpr (kPacked) {
+      barrier_wait(raw_full(quarter), fill.entry & 1);
+      if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        fill.rows[k] =
+            *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
+      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+    }
+  }
+  __device__ __forceinline__ void put(Fill& fill, int quarter) const {
+    const int slot = fill.entry & 1;
+    if constexpr (!kPacked) {
+      barrier_arrive(empty(slot, quarter));
+      if (quarter == 3) ++fill.entry;
+    } else {
+      if (fill.kind == kEnd) return;
+      if (fill.kind == kKeys) {
+        if (L::kNarrow == kDim || fill.is_narrow)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const uint2 x = fill.rows[k];
+            const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
+            *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
+                make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
+                           times(e4m3_high(x.y), by));
+          }
+        if (quarter == 3) fence_async(), barrier_arrive(full(slot));
+      }
+      barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
+      if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
+    }
+  }
+  static __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
+    const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+  __device__ __forceinline__ void take_and_put(Fill& fill) const {
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+  }
+
+  __device__ __forceinline__ void multiply() const {
+    const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
+    uint32_t tile = 0, odd = 0, entry = 0;
+    Fill fill(warp, lane);
+    take_and_put(fill), take_and_put(fill);
+    bool started = false;  // with the item: the entry after its first tile is there
+    LaneLengths lengths(p, blockIdx.x, lane);
+    for (int i = blockIdx.x; i < p.units; i += gridDim.x) {
+      const int tiles = Item(p, i, lengths).tiles();
+      // Outputs so far, and the maximum they are relative to.
+      float o[128] = {}, relative[2];
+      if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
+      ++entry;
+      for (int left = tiles; left > 0; --left, ++tile, ++entry) {
+        const int buffer = tile % 2;
+        barrier_wait(ready(buffer), tile / 2 & 1);
+        const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
+        const float now[2] = {maxima[0], maxima[8]};
+        if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
+          const float factor[2] = {exp2_fast(relative[0] - now[0]), exp2_fast(relative[1] - now[1])};
+#pragma unroll
+          for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
+        }
+        relative[0] = now[0], relative[1] = now[1];
+        const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
+        const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
+        // Rows are widened while products of the next ones run.
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          products_begin();
+#pragma unroll
+          for (int term = 0; term < L::kTerms; ++term) {
+            const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
+            output_product<kPacked, 0>(o, w, rows);
+            output_product<kPacked, 64>(o, w, rows + (2 * kBlockBytes >> 4));
+          }
+          products_commit();
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
+          take(fill, step);
+        }
+        products_wait<0>();
+        strict_wait(1 + half);
+        barrier_arrive(used(buffer));
+        put(fill, 3);
+      }
+      const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+      const float factor[2] = {factors[0], factors[8]};
+      odd ^= 1;
+      lengths = LaneLengths(p, i + gridDim.x, lane);
+      const int head0 = Item::head0(p, i) + row;
+      __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) +
+                                 int64_t{Item::token(p, i)} * p.out_token_stride + half * (kDim / 2) +
+                                 lane % 4 * 8;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (kPacked && c == 2) {
+          // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
+          started = fill.kind != kEnd;
+          if (started) {
+            barrier_wait(q_read(), odd);
+#pragma unroll
+            for (int quarter = 0; quarter < 2; ++quarter) take(fill, quarter), put(fill, quarter);
+          }
+        }
+        if (kPacked && c == 3 && started)
+#pragma unroll
+          for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+        if (i >= p.whole) {
+          float4* const to = p.outputs_of(i, warp, lane) + c * 8 * 32;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const float* const x = o + c * 32 + j * 4;
+            to[j * 32] = make_float4(x[0] * factor[0], x[1] * factor[0], x[2] * factor[1], x[3] * factor[1]);
+          }
+          continue;
+        }
+        uint32_t packed[4][4];  // [head, 32 dimensions][block of 8]
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            const int j = c * 32 + n % 2 * 16 + b * 4 + n / 2 * 2;
+            packed[n][b] = pack_bf16(o[j] * factor[n / 2], o[j + 1] * factor[n / 2]);
+          }
+        exchange(packed, lane);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          if (head0 + n / 2 * 8 < p.heads)
+            *reinterpret_cast<uint4*>(out + (head0 + n / 2 * 8) * p.out_head_stride + c * 64 + n % 2 * 32) =
+                make_uint4(packed[n][0], packed[n][1], packed[n][2], packed[n][3]);
+      }
+    }
+  }
+};
+
+template <RowFormat FORMAT, bool FIRST>
+__global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(const __grid_constant__ Call p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
+  using L = Layout<FORMAT>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
+  const Storage<FORMAT> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  if (threadIdx.x == 0) {
+    block.init();
+    if (p.is_mapped) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.q_map) : "memory");
+  }
+  wait_for_previous();
+  __syncthreads();
+  if (warp >= 12) {
+    give_registers<L::kFetchRegisters>();
+    Fetch<FORMAT>{block}.template fetch<FIRST>();
+  } else if (warp >= 8) {
+    take_registers<L::kScoreRegisters>();
+    Scores<FORMAT>{block}.weigh();
+  } else {
+    take_registers<L::kOutputRegisters>();
+    Outputs<FORMAT>{block}.multiply();
+  }
+#endif
+}
+
+// Items whose keys were divided: 256 threads, which have places in an output as those above, for 32 of a thread's 256
+// values. Averages of parts are weighted by their sums, in the order of the keys.
+constexpr int kMergeBlocks = 8;  // an item
+__global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_constant__ Call p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  wait_for_previous();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % 4 * 16 + lane / 4;
+  const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts;
+  const int first = p.whole + blockIdx.x / kMergeBlocks * parts, head0 = Item::head0(p, first) + row;
+  float maximum[2] = {kNoMaximum, kNoMaximum}, most[2] = {-INFINITY, -INFINITY};
+  float sink[2], shift[2], total[2], keys[2] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = head0 + h * 8;
+    sink[h] = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+    for (int part = 0; part < parts; ++part) {
+      const float* const of = p.statistics_of(first + part) + row + h * 8;
+      maximum[h] = fmaxf(maximum[h], of[0]), most[h] = fmaxf(most[h], of[2 * kHeads]);
+    }
+    shift[h] = fmaxf(maximum[h], sink[h]);
+    total[h] = exp2_fast(sink[h] - shift[h]);
+  }
+  float o[16] = {};
+#pragma unroll 2
+  for (int part = 0; part < parts; ++part) {
+    const float4* const from = p.outputs_of(first + part, warp, lane) + eighth * 4 * 32;
+    float4 x[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) x[b] = from[b * 32];
+    float weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* const of = p.statistics_of(first + part) + row + h * 8;
+      const float sum = of[kHeads];
+      weight[h] = exp2_fast(of[0] - shift[h]) * sum;
+      total[h] += weight[h], keys[h] += exp2_fast(of[0] - maximum[h]) * sum;
+    }
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      o[b * 4] = fmaf(weight[0], x[b].x, o[b * 4]), o[b * 4 + 1] = fmaf(weight[0], x[b].y, o[b * 4 + 1]);
+      o[b * 4 + 2] = fmaf(weight[1], x[b].z, o[b * 4 + 2]), o[b * 4 + 3] = fmaf(weight[1], x[b].w, o[b * 4 + 3]);
+    }
+  }
+  const int64_t token = Item::token(p, first);
+  __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + warp / 4 * (kDim / 2) +
+                             eighth * 32 + lane % 4 * 8;
+  uint32_t packed[2][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      packed[h][b] = pack_bf16(o[b * 4 + h * 2] * factor, o[b * 4 + h * 2 + 1] * factor);
+  }
+  exchange(packed, lane);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = head0 + h * 8;
+    if (head < p.heads) {
+      *reinterpret_cast<uint4*>(out + head * p.out_head_stride) =
+          make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
+      if (p.lse && eighth == 0 && warp < 4 && lane % 4 == 0)
+        write_statistics(p, token, head, maximum[h], keys[h], most[h]);
+    }
+  }
+#endif
+}
+
+template <RowFormat FORMAT>
+cudaError_t launch(const SparseMlaRows& call, const M64Division& division, int sms, cudaStream_t stream) {
+  using L = Layout<FORMAT>;
+  const Call p(call, L::kDims, division);
+  const auto with = [&](auto first) {
+    return launch_kernel<sparse_mla_m64_rows_kernel<FORMAT, decltype(first)::value>>(
+        p, min(p.units, sms), kBlockThreads, L::kTotal, 1, stream);
+  };
+  const cudaError_t error = call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+  if (error != cudaSuccess || p.whole == p.items) return error;
+  return launch_kernel<sparse_mla_m64_merge_kernel>(p, (p.items - p.whole) * kMergeBlocks, 256, 0, 1, stream);
+}
+
+}  // namespace m64_rows
+
+cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, const M64Division& division, int sms,
+                                       cudaStream_t stream) {
+  using m64_rows::launch;
+  switch (call.format) {
+    case RowFormat::kV4: return launch<RowFormat::kV4>(call, division, sms, stream);
+    case RowFormat::kV32: return launch<RowFormat::kV32>(call, division, sms, stream);
+    case RowFormat::kBf16: return launch<RowFormat::kBf16>(call, division, sms, stream);
+    case RowFormat::kBf576: return launch<RowFormat::kBf576>(call, division, sms, stream);
+    case RowFormat::kE4M3: break;  // sparse_mla_m64.cu
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace mla
