@@ -13,6 +13,7 @@
 #include <string>
 
 #include "insert.h"
+#include "slots.h"
 #include "sparse_mla_rows.h"
 
 // Weak, because a torch without CUDA does not have it: there the library loads, and its checks can be tested.
@@ -106,13 +107,13 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// Calls `launch` with the current stream of the GPU that q is on.
+// Calls `launch` with the current stream of the GPU that x, the argument `name`, is on.
 template <typename Launch>
-void on_current_stream(const Tensor& q, const Launch& launch) {
-  require(q.is_cuda() && aoti_torch_get_current_cuda_stream, "q must be on a CUDA GPU.");
+void on_current_stream(const Tensor& x, const Launch& launch, const char* name = "q") {
+  require(x.is_cuda() && aoti_torch_get_current_cuda_stream, name, " must be on a CUDA GPU.");
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device_index(), &stream));
-  OnDevice guard(q.get_device_index());
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  OnDevice guard(x.get_device_index());
   OnDevice::check(launch(static_cast<cudaStream_t>(stream)));
 }
 
@@ -202,6 +203,52 @@ void full_cache_fp8_insert(Tensor q, Tensor kv, Tensor q_fp8, Tensor k_cache, Te
 void full_cache_fp8_insert_bf16_q(Tensor q, Tensor kv, Tensor k_cache, Tensor slot_mapping, Tensor position_ids,
                                   Tensor cos_sin_cache, double fp8_scale, double eps, int64_t cache_block_size) {
   insert(q, q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, eps, cache_block_size, fp8_scale);
+}
+
+void request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, Tensor block_table, int64_t block_size,
+                                std::optional<Tensor> prefill_of_token, std::optional<Tensor> workspace_starts,
+                                Tensor out) {
+  const auto ints = [&](const char* name, const Tensor& x, int64_t dims) {
+    require(x.dim() == dims && x.scalar_type() == ScalarType::Int && (x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1),
+            name, " must be int32 of ", dims, " dimensions, the last contiguous, got ", shape(x), ".");
+    require(x.device() == rows.device(), name, " must be on the device of rows.");
+    return static_cast<int32_t*>(x.data_ptr());
+  };
+  const auto count = [](const Tensor& x, int64_t dim) {
+    return static_cast<uint32_t>(std::min(x.size(dim), int64_t{1} << 31));
+  };
+  mla::Slots call = {};
+  call.rows = ints("rows", rows, 2);
+  const int64_t tokens = rows.size(0), columns = rows.size(1);
+  require(tokens < int64_t{1} << 31 && columns < int64_t{1} << 24, "rows are too many: ", shape(rows), ".");
+  require(1 <= block_size && block_size <= std::numeric_limits<int32_t>::max(),
+          "block_size must be 1 to 2^31 - 1, and is ", block_size, ".");
+  require(prefill_of_token.has_value() == workspace_starts.has_value(),
+          "prefill_of_token and workspace_starts go together.");
+  call.request_of_token = ints("request_of_token", request_of_token, 1);
+  require(request_of_token.size(0) >= tokens, "request_of_token has ", request_of_token.size(0), " elements for ",
+          tokens, " tokens of rows.");
+  call.block_table = ints("block_table", block_table, 2);
+  call.out = ints("out", out, 2);
+  require(out.size(0) == tokens && out.size(1) == columns, "out must be ", shape(rows), ", got ", shape(out), ".");
+  if (prefill_of_token) {
+    call.prefill_of_token = ints("prefill_of_token", *prefill_of_token, 1);
+    require(prefill_of_token->size(0) >= tokens, "prefill_of_token has ", prefill_of_token->size(0), " elements for ",
+            tokens, " tokens of rows.");
+    call.workspace_starts = ints("workspace_starts", *workspace_starts, 1);
+    call.prefills = count(*workspace_starts, 0);
+  }
+  if (tokens == 0 || columns == 0) return;
+
+  call.rows_stride = rows.stride(0);
+  call.table_stride = block_table.stride(0);
+  call.requests = count(block_table, 0);
+  call.blocks = count(block_table, 1);
+  call.block_size = static_cast<int32_t>(block_size);
+  call.out_stride = out.stride(0);
+  call.tokens = static_cast<uint32_t>(tokens);
+  call.columns = static_cast<uint32_t>(columns);
+  on_current_stream(rows, [&](cudaStream_t stream) { return mla::launch_slots(call, stream); }, "rows");
 }
 
 // `[pages, page, 512]`
@@ -416,6 +463,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CUDA, library) {
   library.impl("full_cache_bf16_insert", TORCH_BOX(&full_cache_bf16_insert));
   library.impl("full_cache_fp8_insert", TORCH_BOX(&full_cache_fp8_insert));
   library.impl("full_cache_fp8_insert_bf16_q", TORCH_BOX(&full_cache_fp8_insert_bf16_q));
+  library.impl("request_rows_to_slots_sm90", TORCH_BOX(&request_rows_to_slots_sm90));
   library.impl("sparse_mla_sm90", TORCH_BOX(&sparse_mla_sm90));
   library.impl("sparse_mla_rows_sm90", TORCH_BOX(&sparse_mla_rows_sm90));
 }

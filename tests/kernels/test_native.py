@@ -352,13 +352,23 @@ for operator in OPERATORS:
     else:
         raise AssertionError(operator)
 from mla_kernels import sm90
-attend, none = native_kernel("sparse_mla_sm90"), (None, None, None)
+
+def refuse(kernel, good, cases):
+    for place, bad, message in cases:
+        try:
+            kernel(*good[:place], bad, *good[place + 1 :])
+        except ValueError as error:
+            assert message in str(error), (message, str(error))
+        else:
+            raise AssertionError(message)
+
+none = (None, None, None)
 rows = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)
 ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 pool, heads = rows(4, 64, 512), rows(2, 8, 512)
 good = [heads, pool, pool, ints(2, 192), ints(2), ints(2), heads, *none, 1.0, 1.0]
 e4m3, elsewhere = torch.float8_e4m3fn, lambda x: x.to("meta")
-for place, bad, message in (
+refuse(native_kernel("sparse_mla_sm90"), good, (
     (0, rows(2, 129, 512), "q must have 1 to 128 heads, got 129."),
     (0, rows(2, 8, 513)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
     (1, rows(4 * 64 * 512 + 1)[1:].view(4, 64, 512), "the SWA pool must have rows that start at multiples of 16"),
@@ -399,14 +409,28 @@ for place, bad, message in (
     (7, elsewhere(torch.zeros(8)), "sinks must be on the device of q"),
     (8, elsewhere(torch.ones(1)), "bmm1_scale must be on the device of q"),
     (9, elsewhere(torch.ones(1)), "bmm2_scale must be on the device of q"),
-    (0, good[0], "must be on a CUDA GPU"),
-):
-    try:
-        attend(*good[:place], bad, *good[place + 1 :])
-    except ValueError as error:
-        assert message in str(error), (message, str(error))
-    else:
-        raise AssertionError(message)
+    (0, good[0], "q must be on a CUDA GPU"),
+))
+slots = native_kernel("request_rows_to_slots_sm90")
+good = [ints(2, 96), ints(3), ints(4, 8), 64, ints(2), ints(5), ints(2, 96)]
+refuse(slots, good, (
+    (0, ints(2, 96).long(), "rows must be int32 of 2 dimensions, the last contiguous, got [2, 96]."),
+    (0, ints(96), "rows must be int32 of 2 dimensions"),
+    (0, ints(96, 2).T, "rows must be int32 of 2 dimensions, the last contiguous"),
+    (0, ints(1, 1 << 24), "rows are too many: [1, 16777216]."),
+    (1, ints(1), "request_of_token has 1 elements for 2 tokens of rows."),
+    (1, ints(6)[::2], "request_of_token must be int32 of 1 dimensions"),
+    (2, ints(8, 4).T, "block_table must be int32 of 2 dimensions"),
+    (2, elsewhere(ints(4, 8)), "block_table must be on the device of rows."),
+    (3, 0, "block_size must be 1 to 2^31 - 1, and is 0."),
+    (3, 1 << 31, "block_size must be 1 to 2^31 - 1, and is 2147483648."),
+    (4, None, "prefill_of_token and workspace_starts go together."),
+    (4, ints(1), "prefill_of_token has 1 elements for 2 tokens of rows."),
+    (5, rows(5), "workspace_starts must be int32 of 1 dimensions"),
+    (6, ints(2, 95), "out must be [2, 96], got [2, 95]."),
+    (0, good[0], "rows must be on a CUDA GPU."),
+))
+slots(ints(0, 96), *good[1:6], ints(0, 96))
 print(len(BAD_ARGUMENTS), "refused")
 """
 

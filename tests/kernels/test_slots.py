@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from mla_kernels.slots import request_rows_to_slots
+from mla_kernels.slots import PROVIDERS, request_rows_to_slots
+from test_sparse_mla import skip_unless_served
 
 PAGE = 64
 FAR = 2**31 - 1
 
 
-def expected(rows, requests, table, prefills=None, starts=None):
+@pytest.fixture(params=[pytest.param(p, marks=pytest.mark.gpu) if p == "sm90" else p for p in PROVIDERS])
+def provider(request):
+    skip_unless_served(request.param)
+    return request.param
+
+
+def expected(rows, requests, table, prefills=None, starts=None, page=PAGE):
     slots = []
     for token, picked in enumerate(rows.tolist()):
         request, prefill = int(requests[token]), -1 if prefills is None else int(prefills[token])
@@ -18,11 +25,11 @@ def expected(rows, requests, table, prefills=None, starts=None):
                 line.append(-1)
             elif prefill >= 0:
                 line.append(int(starts[prefill]) + row if prefill < len(starts) else -1)
-            elif not 0 <= request < len(table) or row // PAGE >= table.shape[1]:
+            elif not 0 <= request < len(table) or row // page >= table.shape[1]:
                 line.append(-1)
             else:
-                block = int(table[request, row // PAGE])
-                line.append(block * PAGE + row % PAGE if block >= 0 else -1)
+                block = int(table[request, row // page])
+                line.append(block * page + row % page if block >= 0 else -1)
         slots.append(line)
     return torch.tensor(slots, dtype=torch.int32).view(rows.shape)
 
@@ -37,7 +44,6 @@ def batch(columns, seed=0):
     return rows, requests, table
 
 
-@pytest.mark.parametrize("provider", ["reference", "triton"])
 @pytest.mark.parametrize("columns", [1, 100, 512, 2048])
 def test_slots(device, provider, columns):
     rows, requests, table = batch(columns, columns)
@@ -45,7 +51,32 @@ def test_slots(device, provider, columns):
     assert torch.equal(slots.cpu(), expected(rows, requests, table))
 
 
-@pytest.mark.parametrize("provider", ["reference", "triton"])
+@pytest.mark.parametrize("page", [1, 3, 48, 256, FAR])
+def test_blocks_of_any_size(device, provider, page):
+    rows, requests, table = batch(200)
+    if page == FAR:  # all rows but the last that there is are in the first block, and a slot has 31 bits
+        table[:, 0], table[:, 1:] = 0, -1
+    slots = request_rows_to_slots(rows.to(device), requests.to(device), table.to(device), page, provider=provider)
+    assert torch.equal(slots.cpu(), expected(rows, requests, table, page=page))
+
+
+@pytest.mark.parametrize("columns, wider, first", [(96, 5, 0), (96, 8, 3), (97, 4, 4)])
+def test_rows_that_start_anywhere(device, provider, columns, wider, first):
+    """Rows and slots with and without 16-byte accesses, a part of a block table, and nothing written beside it."""
+    rows, requests, table = batch(columns)
+    wide = torch.full((2, 9, first + columns + wider), 7, dtype=torch.int32, device=device)
+    into = slice(first, first + columns)
+    wide[0, :, into] = rows.to(device)
+    tables = torch.full((4, 40), 8, dtype=torch.int32, device=device)
+    tables[:, 1:16] = table.to(device)
+    slots = request_rows_to_slots(
+        wide[0, :, into], requests.to(device), tables[:, 1:16], PAGE, out=wide[1, :, into], provider=provider
+    )
+    assert torch.equal(slots.cpu(), expected(rows, requests, table))
+    wide[..., into] = 7
+    assert (wide == 7).all()
+
+
 def test_rows_of_a_gathered_workspace(device, provider):
     rows, requests, table = batch(300)
     prefills = torch.tensor([-1, -1, 0, 0, 1, 1, 2, 5, -1], dtype=torch.int32)  # 5 is past the starts
@@ -58,7 +89,6 @@ def test_rows_of_a_gathered_workspace(device, provider):
     assert torch.equal(slots.cpu(), expected(rows, requests, table, prefills, starts))
 
 
-@pytest.mark.parametrize("provider", ["reference", "triton"])
 def test_in_place_and_in_a_wider_buffer(device, provider):
     """vLLM's buffers of picks are wider and longer than a step needs."""
     rows, requests, table = batch(96)
@@ -72,11 +102,29 @@ def test_in_place_and_in_a_wider_buffer(device, provider):
     assert (wide[:, 96:] == 7).all() and (wide[9:] == 7).all()
 
 
-def test_no_tokens(device):
+@pytest.mark.parametrize("shape", [(0, 2048), (3, 0)])
+def test_no_tokens_or_columns(device, provider, shape):
     _, requests, table = batch(1)
-    none = torch.empty(0, 2048, dtype=torch.int32, device=device)
-    slots = request_rows_to_slots(none, requests.to(device), table.to(device), PAGE, provider="triton")
-    assert slots.shape == (0, 2048)
+    none = torch.empty(shape, dtype=torch.int32, device=device)
+    slots = request_rows_to_slots(none, requests.to(device), table.to(device), PAGE, provider=provider)
+    assert slots.shape == shape
+
+
+@pytest.mark.gpu
+def test_native_slots_in_a_graph_behind_what_writes_their_arguments(device):
+    """Captured, not run; and a replay reads what the kernel in front of it has just written."""
+    skip_unless_served("sm90")
+    rows, requests, table = (x.to(device) for x in batch(2048))
+    picked, out = torch.empty_like(rows), torch.full_like(rows, 7)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.add(rows, 0, out=picked)
+        request_rows_to_slots(picked, requests, table, PAGE, out=out, provider="sm90")
+    assert (out == 7).all()
+    for seed in range(20):
+        rows.copy_(batch(2048, seed)[0])
+        graph.replay()
+        assert torch.equal(out.cpu(), expected(rows.cpu(), requests.cpu(), table.cpu()))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +136,7 @@ def test_no_tokens(device):
         (dict(prefill_of_token=torch.zeros(2, dtype=torch.int32)), "prefill_of_token and workspace_starts go"),
         (dict(block_size=0), "block_size must be at least 1, and is 0"),
         (dict(out=torch.zeros(2, 4, dtype=torch.int32)), r"out must be \[2, 3\], got \[2, 4\]"),
-        (dict(provider="cuda"), "slots have no provider 'cuda'"),
+        (dict(provider="cuda"), "slots have no provider 'cuda'; they have reference, triton, sm90"),
     ],
 )
 def test_refusals(change, words):

@@ -226,6 +226,7 @@ def serves(rows: str, heads: int, tokens: int | None = None) -> bool:
     return False
 
 
+@functools.cache
 def pick_provider(device: torch.device) -> str:
     """The provider of these calls for tensors on `device`."""
     if device.type != "cuda":

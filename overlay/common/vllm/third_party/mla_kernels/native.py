@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 # In a folder of its own: here, whoever lists the modules of this package would take it
 # for one.
 LIBRARY = Path(__file__).parent / "lib" / "libmla_kernels.so"
-# What the operators of the library take. Raise it when a schema or its meaning changes,
-# so that an older build is refused and not called with other arguments. The build
-# script reads this line.
-INTERFACE = 4
+# What the operators of the library are. Raise it when one is added, or a schema or its
+# meaning changes, so that an older build is refused and not called for what it lacks.
+# The build script reads this line.
+INTERFACE = 5
 
 _BUILD = re.compile(rb"mla_kernels_build (\{[^\0]*\})\0")
 _REBUILD = "rebuild it with scripts/build-kernels.sh"

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .flash_mla import PROVIDERS, pick_provider
 from .interface import remember
 
 _BLOCK = 256
@@ -42,13 +43,15 @@ def request_rows_to_slots(
         workspace_starts: int32 `[prefills]`, with `prefill_of_token`.
         out: int32 `[tokens, columns]`, rows contiguous, may be `rows`; allocated when
             None.
-        provider: "reference" or "triton"; None picks by the device.
+        provider: "reference", "triton" or "sm90" (csrc/slots.cu); None picks by the
+            device.
 
     Returns:
         `out`.
 
     Raises:
         ValueError: an argument does not fit. One sentence.
+        RuntimeError: "sm90" without the native library or on another GPU.
     """
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.int32, device=rows.device)
@@ -68,13 +71,19 @@ def request_rows_to_slots(
     if signature not in _valid:
         _validate(tensors, block_size)
         remember(_valid, signature)
-    provider = provider or ("triton" if rows.device.type == "cuda" else "reference")
+    provider = provider or pick_provider(rows.device)
+    if provider not in PROVIDERS:
+        raise ValueError(
+            f"slots have no provider {provider!r}; they have {', '.join(PROVIDERS)}."
+        )
     if provider == "reference":
         from .indexer_reference import slots_reference
 
         slots_reference(**tensors, block_size=block_size)
-    elif provider != "triton":
-        raise ValueError(f"slots have no provider {provider!r}; reference, triton.")
+    elif provider == "sm90":
+        from .sm90 import slots_sm90
+
+        slots_sm90(**tensors, block_size=block_size)
     elif rows.numel():
         tokens, columns = rows.shape
         with torch.cuda.device_of(rows):

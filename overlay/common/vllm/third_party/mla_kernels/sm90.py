@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
-"""The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu), in the
-library that native.py loads.
+"""The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu, csrc/slots.cu)
+in the library that native.py loads.
 
-1 to 128 heads, padded to the next 16, 32 or 64 in registers only; E4M3 or BF16 rows. Up
-to 8 thread blocks share the keys of a token when the batch is small. Deterministic: the
-split follows from the shapes, the merge has one order.
+Attention: 1 to 128 heads, padded to the next 16, 32 or 64 in registers only; E4M3 or
+BF16 rows. Up to 8 thread blocks share the keys of a token when the batch is small.
+Deterministic: the split follows from the shapes, the merge has one order.
 """
 
 import functools
@@ -17,6 +17,11 @@ from .attention import SparseAttention
 from .interface import SparseMLACall
 
 _SCHEMAS = (
+    (
+        "request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, "
+        "Tensor block_table, int block_size, Tensor? prefill_of_token, "
+        "Tensor? workspace_starts, Tensor(a!) out) -> ()"
+    ),
     (
         "sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, "
         "Tensor topk_lens, Tensor visible, Tensor! out, Tensor? sinks, "
@@ -124,4 +129,30 @@ def attend_sm90(call: SparseAttention) -> None:
         call.lse,
         _FORMATS[call.pools[0].format.name, call.query.shape[-1]],
         call.scale,
+    )
+
+
+def slots_sm90(
+    rows: torch.Tensor,
+    request_of_token: torch.Tensor,
+    block_table: torch.Tensor,
+    prefill_of_token: torch.Tensor | None,
+    workspace_starts: torch.Tensor | None,
+    out: torch.Tensor,
+    block_size: int,
+) -> None:
+    """Write `out`; see `request_rows_to_slots` for the arguments.
+
+    Raises ValueError where one does not fit, RuntimeError without the native library or
+    on another GPU.
+    """
+    _require_library(rows.device)
+    torch.ops.mla_kernels.request_rows_to_slots_sm90(
+        rows,
+        request_of_token,
+        block_table,
+        block_size,
+        prefill_of_token,
+        workspace_starts,
+        out,
     )
