@@ -232,8 +232,8 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const float* const x = s + n * 8 + 2 * h;
-              const float most = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[4], x[5]));
-              largest[h] = fmaxf(largest[h], fmaf(most, scale[h] * __uint_as_float(power(n)), logarithm(n)));
+              const float of_quarter = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[4], x[5]));
+              largest[h] = fmaxf(largest[h], fmaf(of_quarter, scale[h] * __uint_as_float(power(n)), logarithm(n)));
             }
           barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
           raise(0, largest[0]), raise(1, largest[1]);

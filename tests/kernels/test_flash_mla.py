@@ -136,7 +136,9 @@ class Case:
         """Whether the sm90 provider takes the kernel with 64 heads on M, as csrc/sparse_mla_sm90.cu says."""
         tokens, heads = self.query.shape[0] * self.query.shape[1], self.query.shape[2]
         tiles = -(-sum(indices.shape[2] for _, indices, _ in self.pools) // 64)
-        return heads > 32 and tokens * -(-heads // 64) * tiles >= 640
+        items, sms = tokens * -(-heads // 64), torch.cuda.get_device_properties().multi_processor_count
+        some, much = tiles >= 10 and items > sms // 4, tiles >= 16 and items * tiles >= 200
+        return heads > 32 and (items > sms // 2 or some or much)
 
     def expected(self):
         """out, lse and max_logits, float64 [batch, q_len, heads, ...]."""
