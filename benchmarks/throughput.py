@@ -4,6 +4,7 @@
     python benchmarks/throughput.py --model /tmp/mini-v4 --out mini.json         # a checkpoint
     python benchmarks/throughput.py --model flash --tp 4 --out flash.json        # V4-Flash's shape, dummy weights
     python benchmarks/throughput.py --model v3.2 --share-of 8 --batches 1,2,4,8,16,128 --out v32.json
+    python benchmarks/throughput.py --model flash --share-of 4 --layout ct-w4a16 --runs drop_in --out w4a16.json
 
 Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
 `--runs flashmla` and later `--runs fp8,bf16` of the same software, with the same VLLM_* variables, fill the same
@@ -29,11 +30,14 @@ seeded_weights.py, so that index scores differ and top-k takes the time that it 
 near-zero weights would send every token to the same six experts: here all layers route by token id
 (`num_hash_layers` 43), and tokens are sampled at temperature 1 from what is then a flat distribution.
 
+With --layout its weights are as a quantised checkpoint has them (make_mini_checkpoint.py names the layouts), and
+without it as DeepSeek's has: two such results, with the memory of weights that vLLM reports, say whether it pays.
+
 `v3.2` has V3.2's sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is what one of N
 tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the vocabulary, and
-nothing sent between GPUs. 8 leaves 16 heads, 16 leaves 8. With too few layers a decode step waits for the CPU, and
-attention does not show. Its embeddings are seeded, so tokens spread over the experts even by routers of near-zero
-weights.
+nothing sent between GPUs. Of V3.2, 8 leaves 16 heads, and 16 leaves 8. With too few layers a decode step waits for
+the CPU, and attention does not show. Its embeddings are seeded, so tokens spread over the experts even by routers
+of near-zero weights.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
@@ -74,6 +78,7 @@ from e2e import (
 )
 from gpu_watch import Watch
 
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, "drop_in": DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}
@@ -102,10 +107,11 @@ def kind(run: str) -> str:
     return run.split("-")[0]
 
 
-def flash_config(share_of: int = 1) -> dict[str, Any]:
-    """config.json of V4-Flash's shape, routed by hash in every layer; or of what one of `share_of` GPUs has."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-    from make_mini_checkpoint import Shape, model_config
+def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]:
+    """config.json of V4-Flash's shape, or of a GPU's share among `share_of`, routed by hash in all layers. Experts
+    are MXFP4 and the rest FP8 blocks, as DeepSeek's, or all as in `layout`."""
+    sys.path.insert(0, str(SCRIPTS))
+    from make_mini_checkpoint import LAYOUTS, Shape, model_config
 
     shape = Shape(
         layers=43,
@@ -118,12 +124,12 @@ def flash_config(share_of: int = 1) -> dict[str, Any]:
         vocab=129280 // share_of,
         fp8_wo_b=True,
     )
-    return model_config(shape) | {"expert_dtype": "fp4"}
+    return model_config(shape, LAYOUTS[layout]()) if layout else model_config(shape) | {"expert_dtype": "fp4"}
 
 
 def v32_config(layers: int, share_of: int = 1) -> dict[str, Any]:
     """config.json of V3.2's shape with fewer layers; or of what one of `share_of` GPUs has."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    sys.path.insert(0, str(SCRIPTS))
     from mini_checkpoint.deepseek_v32 import Shape, model_config
 
     shape = Shape(
@@ -313,7 +319,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="a checkpoint's folder, or: flash, v3.2")
     parser.add_argument("--layers", type=int, default=32, help="of v3.2, 61 in the model (default: %(default)s)")
-    parser.add_argument("--share-of", type=int, choices=[1, 2, 4, 8, 16], default=1, help="GPUs, of v3.2")
+    parser.add_argument(
+        "--share-of", type=int, choices=[1, 2, 4, 8, 16], default=1, help="GPUs, of flash up to 8 and of v3.2"
+    )
+    parser.add_argument("--layout", help="of flash, as make_mini_checkpoint.py names it")
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
     parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all)")
@@ -331,11 +340,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--repeat is {args.repeat}; give 1 or more.")
     if args.layers < 4:
         parser.error(f"--layers is {args.layers}; give 4 or more: 3 are dense.")
-    if args.model != "v3.2" and args.share_of > 1:
-        parser.error("--share-of is of --model v3.2.")
+    if args.share_of > {"v3.2": 16, "flash": 8}.get(args.model, 1):
+        parser.error("--share-of is of --model v3.2, and up to 8 of flash.")
+    sys.path.insert(0, str(SCRIPTS))
+    from make_mini_checkpoint import LAYOUTS
+
+    if args.layout and (args.model != "flash" or args.layout not in LAYOUTS):
+        parser.error(f"--layout {args.layout}: --model flash has {', '.join(LAYOUTS)}.")
     args.batches = sorted({int(b) for b in args.batches.split(",")})
     if args.model in ("flash", "v3.2"):
-        config = flash_config() if args.model == "flash" else v32_config(args.layers, args.share_of)
+        is_flash = args.model == "flash"
+        config = flash_config(args.share_of, args.layout) if is_flash else v32_config(args.layers, args.share_of)
         args.model = args.work / args.model
         args.model.mkdir(parents=True, exist_ok=True)
         (args.model / "config.json").write_text(json.dumps(config, indent=1))

@@ -388,6 +388,27 @@ def test_throughput_of_several_starts(tmp_path):
         throughput.parse_args([*asked, "--repeat", "0"])
 
 
+def test_throughput_of_a_quantised_layout(tmp_path, capsys):
+    """A share of V4-Flash's real sizes, whose configuration is that of a checkpoint in the layout."""
+    asked = ["--model", "flash", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
+    args = throughput.parse_args([*asked, "--share-of", "4", "--layout", "nvfp4-experts"])
+    config = json.loads((args.model / "config.json").read_text())
+    sizes = ("num_hidden_layers", "n_routed_experts", "num_attention_heads", "moe_intermediate_size", "o_groups")
+    assert [config[name] for name in sizes] == [43, 256, 16, 512, 2]
+    assert config["quantization_config"]["moe_quant_algo"] == "NVFP4"
+    args = throughput.parse_args([*asked, "--share-of", "4"])
+    stock = json.loads((args.model / "config.json").read_text())
+    assert stock["expert_dtype"] == "fp4" and "moe_quant_algo" not in stock["quantization_config"]
+    for wrong, sentence in (
+        (["--layout", "fp3"], "--layout fp3: --model flash has nvfp4-experts, ct-nvfp4, ct-w4a16, "),
+        (["--model", "v3.2", "--layout", "nvfp4"], "--layout nvfp4: --model flash has "),
+        (["--share-of", "16"], "--share-of is of --model v3.2, and up to 8 of flash."),
+    ):
+        with pytest.raises(SystemExit):
+            throughput.parse_args([*asked, *wrong])
+        assert sentence in capsys.readouterr().err
+
+
 def test_throughput_of_v32(tmp_path, capsys):
     """A share of V3.2's real sizes, by each backend; ratios are to FlashMLA over the same cache."""
     asked = ["--model", "v3.2", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
