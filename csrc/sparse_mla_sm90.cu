@@ -83,8 +83,8 @@ struct M64Choice {
     // It takes packed rows without the largest score, which no call over them asks for.
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
-    const bool enough = items > sms / 2 || (tiles >= 10 && items > sms / 4) || (tiles >= 16 && items * tiles >= 200);
-    is_it = call.heads > 32 && enough;
+    const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
+    is_it = call.heads > 32 && (items > most || (tiles >= 16 && items * tiles >= 200));
     division = m64_division(items, tiles, sms);
   }
 };
