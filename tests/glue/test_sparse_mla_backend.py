@@ -4,6 +4,8 @@ definition in float64; and what it refuses, before weights."""
 import importlib
 import inspect
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +43,7 @@ def packed(keys):
 class Batch:
     """A step, the cache it reads, and what each token picked."""
 
-    def __init__(self, cache_dtype, between=0, padding=5):
+    def __init__(self, cache_dtype, width=576, between=0, padding=5):
         gen = torch.Generator().manual_seed(1)
         lengths = [before + tokens for before, tokens in MIXED]
         blocks = [-(-length // PAGE) for length in lengths]
@@ -49,15 +51,14 @@ class Batch:
         order = torch.randperm(sum(blocks), generator=gen).int()
         for request, part in enumerate(order.split(blocks)):
             self.table[request, : len(part)] = part
-        rows = torch.randn(sum(blocks) * PAGE, 576, generator=gen)
+        rows = torch.randn(sum(blocks) * PAGE, width, generator=gen)
         if cache_dtype == "fp8_ds_mla":
             stored, self.held = packed(rows)
         else:
             stored, self.held = rows.to(BF16), rows.to(BF16).double()
-        width = stored.shape[1]
-        nan = 255 if width == 656 else torch.nan
-        whole = torch.full((sum(blocks), PAGE + between, width), nan, dtype=stored.dtype)
-        whole[:, :PAGE] = stored.view(-1, PAGE, width)
+        nan = 255 if cache_dtype == "fp8_ds_mla" else torch.nan
+        whole = torch.full((sum(blocks), PAGE + between, stored.shape[1]), nan, dtype=stored.dtype)
+        whole[:, :PAGE] = stored.view(-1, PAGE, stored.shape[1])
         self.cache = whole[:, :PAGE]
         self.owner = [request for request, (_, tokens) in enumerate(MIXED) for _ in range(tokens)]
         self.position = [before + i for before, tokens in MIXED for i in range(tokens)]
@@ -67,7 +68,8 @@ class Batch:
             some = torch.randperm(position + 1, generator=gen)[:TOPK]
             self.picked[token] = -1
             self.picked[token, : len(some)] = some.int()
-        self.q = torch.randn(tokens + padding, HEADS, 576, generator=gen).to(BF16)
+        self.q = torch.randn(tokens + padding, HEADS, width, generator=gen).to(BF16)
+        self.parts = self.q.split((512, width - 512), -1)  # as vLLM has it
         starts = torch.tensor([0, *(tokens for _, tokens in MIXED)]).cumsum(0, dtype=torch.int32)
         arguments = dict(
             query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
@@ -95,7 +97,9 @@ class Batch:
 
 
 PREFILLS = pytest.mark.parametrize("prefill", ["in_place", "workspace"])
-CACHES = pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+CACHES = pytest.mark.parametrize(
+    "cache_dtype, width", [("auto", 576), ("fp8_ds_mla", 576), ("auto", 512)], ids=["bf16", "fp8", "no-rope"]
+)
 
 
 def settings(prefill):
@@ -126,8 +130,8 @@ def workspace(monkeypatch):
 @CACHES
 @pytest.mark.skipif(NEWER, reason="0.33.0 has metadata of its own")
 @PREFILLS
-def test_a_mixed_batch(cache_dtype, prefill, workspace, monkeypatch):
-    batch = Batch(cache_dtype)
+def test_a_mixed_batch(cache_dtype, width, prefill, workspace, monkeypatch):
+    batch = Batch(cache_dtype, width)
     config = settings(prefill)
     monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
     spec = SimpleNamespace(block_size=PAGE)
@@ -141,13 +145,12 @@ def test_a_mixed_batch(cache_dtype, prefill, workspace, monkeypatch):
     assert again.req_id_per_token.data_ptr() == metadata.req_id_per_token.data_ptr()
 
     impl = sparse_mla_backend.SparseMLAImpl(
-        HEADS, 576, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
+        HEADS, width, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
         indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
     )  # fmt: skip
-    assert BACKEND.get_kv_cache_shape(7, PAGE, 1, 576, cache_dtype)[2] == batch.cache.shape[2]
-    q = batch.q.split((512, 64), -1)
-    out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
-    assert lse is None and workspace == [(200, 576)] * (2 if prefill == "workspace" else 0)
+    assert BACKEND.get_kv_cache_shape(7, PAGE, 1, width, cache_dtype)[2] == batch.cache.shape[2]
+    out, lse = impl.forward_mqa(batch.parts, batch.cache, metadata, None)
+    assert lse is None and workspace == [(200, width)] * (2 if prefill == "workspace" else 0)
     batch.check(out)
     assert (out[len(batch.owner) :] == 0).all()  # padding sees nothing, whatever its picks are
 
@@ -155,13 +158,12 @@ def test_a_mixed_batch(cache_dtype, prefill, workspace, monkeypatch):
 @CACHES
 @PREFILLS
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has no rows of other layers between a layer's blocks")
-def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
-    batch = Batch(cache_dtype, between=3 * PAGE, padding=0)
+def test_slots_over_packed_blocks(cache_dtype, width, prefill, workspace, monkeypatch):
+    batch = Batch(cache_dtype, width, between=3 * PAGE, padding=0)
     tokens = len(batch.owner)
     _, stride = sparse_utils.flat_kv_row_view(batch.cache, PAGE)
     assert stride == 4 * PAGE
     owner = torch.tensor(batch.owner, dtype=torch.int32)
-    q = batch.q.split((512, 64), -1)
     impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
     impl.scale, impl.topk_indices_buffer = SCALE, batch.picked
     impl.need_to_return_lse_for_decode = False
@@ -180,10 +182,10 @@ def test_slots_over_packed_blocks(cache_dtype, prefill, workspace, monkeypatch):
             BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
         )  # fmt: skip
         given = dict(layer=None, block_size=PAGE, is_decode=False)
-        out, lse = impl._forward_mqa_kernel(q, batch.cache, slots, None, **given)
+        out, lse = impl._forward_mqa_kernel(batch.parts, batch.cache, slots, None, **given)
     else:
-        out, lse = impl.forward_mqa(q, batch.cache, metadata, None)
-    assert lse is None and workspace == [(200, 576)] * (prefill == "workspace")
+        out, lse = impl.forward_mqa(batch.parts, batch.cache, metadata, None)
+    assert lse is None and workspace == [(200, width)] * (prefill == "workspace")
     batch.check(out)
 
 
@@ -209,9 +211,9 @@ class Share(Batch):
 @CACHES
 @pytest.mark.parametrize("gpus, interleave", [(2, 1), (4, 16)])
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has no decode context parallelism for sparse MLA")
-def test_decode_context_parallelism(cache_dtype, gpus, interleave):
+def test_decode_context_parallelism(cache_dtype, width, gpus, interleave):
     """Each GPU's share by vLLM's own picks of it, merged by log-sum-exp, is attention over the whole."""
-    batch, shares = Batch(cache_dtype, padding=0), []
+    batch, shares = Batch(cache_dtype, width, padding=0), []
     impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
     impl.scale, impl.topk_indices_buffer, impl.index_group = SCALE, batch.picked, None
     impl.dcp_world_size, impl.need_to_return_lse_for_decode = gpus, True
@@ -239,12 +241,12 @@ class Quantised:
 
 @CACHES
 @pytest.mark.parametrize("quantised", [False, True])
-def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeypatch):
+def test_projections_are_absorbed_by_vllms_layer(cache_dtype, width, quantised, monkeypatch):
     """W_UK before and W_UV after this backend, out of kv_b_proj: the same as attention to each head's own keys."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-    nope, v, gen = 32, 48, torch.Generator().manual_seed(3)
-    batch = Batch(cache_dtype, padding=0)
+    nope, rope, v, gen = 32, width - 512, 48, torch.Generator().manual_seed(3)
+    batch = Batch(cache_dtype, width, padding=0)
     weight = (torch.randn(HEADS * (nope + v), 512, generator=gen) * 2).to(FP8 if quantised else BF16)
     scale = torch.tensor(2.0**-5, dtype=BF16)
     held = weight.to(BF16) * scale
@@ -263,7 +265,7 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeyp
         config = settings("in_place")
         monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
         impl = sparse_mla_backend.SparseMLAImpl(
-            HEADS, 576, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
+            HEADS, width, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
             indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
         )  # fmt: skip
         spec = SimpleNamespace(block_size=PAGE)
@@ -273,15 +275,15 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeyp
     torch.nn.Module.__init__(layer)
     layer.__dict__ |= dict(
         impl=impl, kv_b_proj=projection, kv_cache_dtype=cache_dtype, num_heads=HEADS, kv_lora_rank=512,
-        qk_nope_head_dim=nope, qk_rope_head_dim=64, v_head_dim=v, q_pad_num_heads=None, quant_config=None,
+        qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v, q_pad_num_heads=None, quant_config=None,
         is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False, is_amx_bmm_enabled=False,
         use_pcp=False, hisparse_cache=None, dcp_q_replicate=False,
         **{f"_{name}_scale": torch.ones(()) for name in ("q", "k", "v", "prob")},
     )  # fmt: skip
     layer.process_weights_after_loading(BF16)
-    q = torch.randn(len(owner), HEADS, nope + 64, generator=gen).to(BF16)
+    q = torch.randn(len(owner), HEADS, nope + rope, generator=gen).to(BF16)
     out = torch.full((len(owner), HEADS * v), torch.nan, dtype=BF16)
-    layer.forward_impl(q, *batch.q[:, 0].split((512, 64), -1), batch.cache, metadata, out)
+    layer.forward_impl(q, *batch.q[:, 0].split((512, rope), -1), batch.cache, metadata, out)
 
     up_k, up_v = held.double().view(HEADS, nope + v, 512).split((nope, v), 1)
     want = []
@@ -298,7 +300,7 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, quantised, monkeyp
 
 
 @CACHES
-def test_what_benchmarks_count(cache_dtype, monkeypatch):
+def test_what_benchmarks_count(cache_dtype, width, monkeypatch):
     """The calls of this backend, and those that the float32 reference serves in its place."""
     from vllm.third_party.mla_kernels import flash_mla, reference
 
@@ -310,7 +312,7 @@ def test_what_benchmarks_count(cache_dtype, monkeypatch):
     for name in ("features.drop_in_calls", "reference_attention"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     drop_in_calls = importlib.import_module("features.drop_in_calls")
-    batch, counter = Batch(cache_dtype, padding=0), drop_in_calls.DropInCalls()
+    batch, counter = Batch(cache_dtype, width, padding=0), drop_in_calls.DropInCalls()
     slots = torch.zeros(len(batch.q), TOPK, dtype=torch.int32)
     name = "flash_mla_sparse_fwd" if cache_dtype == "auto" else "flash_mla_with_kvcache"
     sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, SCALE)
@@ -367,12 +369,12 @@ def test_chunks_of_prefills():
 
 
 @CACHES
-def test_a_long_request_is_gathered_in_pieces(cache_dtype, monkeypatch):
+def test_a_long_request_is_gathered_in_pieces(cache_dtype, width, monkeypatch):
     monkeypatch.setattr(sparse_mla_attention, "_BLOCKS_AT_ONCE", 2)
-    batch = Batch(cache_dtype)
-    out = torch.full((203, 576), torch.nan, dtype=BF16)
+    batch = Batch(cache_dtype, width)
+    out = torch.full((203, width), torch.nan, dtype=BF16)
     sparse_mla_attention._gather(batch.cache, batch.table[2], out)
-    want = batch.held.view(-1, PAGE, 576)[batch.table[2, :4].long()].flatten(0, 1)[:203]
+    want = batch.held.view(-1, PAGE, width)[batch.table[2, :4].long()].flatten(0, 1)[:203]
     assert torch.equal(out, want.to(BF16))
 
 
@@ -387,9 +389,20 @@ V32 = GLM | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepsee
 # DeepSeek V3, whose MLA is dense.
 DENSE = {key: value for key, value in V32.items() if not key.startswith("index_")}
 DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-MODELS = {"glm": GLM, "v32": V32, "wide": V32 | {"num_attention_heads": 256}, "rank": V32 | {"q_lora_rank": None},
+# GLM-5.3-Flash, which only 0.33.0 has; four layers, the last of them with attention.
+FLASH = {
+    "architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text", "dtype": "bfloat16",
+    "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 64, "index_topk": 2048,
+    "indexer_rope_interleave": True, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {"glm": GLM, "v32": V32, "flash": FLASH, "rotated": GLM | {"kv_lora_rank": 448},
+          "wide": V32 | {"num_attention_heads": 256}, "rank": V32 | {"q_lora_rank": None},
           "sinks": V32 | {"learnable_sink": True}, "llama": LLAMA, "dense": DENSE,
           "v4": V4 | {"num_hidden_layers": 2, "compress_ratios": [0, 0]}}  # fmt: skip
+SERVED = (
+    " serves models with an indexer, without sinks, and with cache rows of 576 values (DeepSeek V3.2, GLM-5) or "
+    "of 512 without RoPE (GLM-5.3-Flash), and "
+)
 CASES = [
     ("v32", {}, None),
     ("v32", {"kv_cache_dtype": "fp8"}, None),
@@ -401,13 +414,19 @@ CASES = [
     ("rank", {}, " serves models whose indexer reads the compressed query, and this one's configuration has no "
      "q_lora_rank."),
     ("wide", {}, " has at most 128 heads on a GPU, and this model has 256; raise --tensor-parallel-size."),
-    ("llama", {}, " serves models with an indexer, cache rows of 576 values and no sinks (DeepSeek V3.2, GLM-5), "
-     "and LlamaForCausalLM is none."),
-    ("sinks", {}, " serves models with an indexer, cache rows of 576 values and no sinks (DeepSeek V3.2, GLM-5), "
-     "and DeepseekV32ForCausalLM is none."),
+    ("rotated", {}, f"{SERVED}GlmMoeDsaForCausalLM is none."),
+    ("llama", {}, f"{SERVED}LlamaForCausalLM is none."),
+    ("sinks", {}, f"{SERVED}DeepseekV32ForCausalLM is none."),
 ]  # fmt: skip
+if NEWER:
+    CASES[:0] = [
+        ("flash", {}, None),
+        ("flash", {"kv_cache_dtype": "bfloat16", "block_size": 128}, None),
+        ("flash", {"kv_cache_dtype": "fp8"}, " serves rows without RoPE (GLM-5.3-Flash) in BF16 only, not in fp8; "
+         "pass --kv-cache-dtype bfloat16."),
+    ]  # fmt: skip
 OURS = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
-BLOCK, SINKS = CASES[5], CASES[-1]
+BLOCK, SINKS = next(case for case in CASES if case[1] == {"block_size": 16}), CASES[-1]
 
 
 @pytest.fixture(scope="module")
@@ -439,26 +458,42 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
 def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
     """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""
-    cases = [("v32", {}), ("glm", {"kv_cache_dtype": "fp8"}), ("dense", {}), BLOCK[:2], SINKS[:2]]
+    served = [("v32", {}), ("glm", {"kv_cache_dtype": "fp8"})] + [("flash", {})] * NEWER
+    n = len(served)
+    cases = [*served, ("dense", {}), BLOCK[:2], SINKS[:2]]
     if capability == "9.0":
         cases.append(("v4", {"kv_cache_dtype": "fp8", "block_size": 256}))
     requests = [request(models, model, options) for model, options in cases]
     stock = on_hopper(applied, models, requests, capability)
     ours = on_hopper(tree_with_series, models, requests, capability)
     assert not [one for one in (*stock, *ours) if "error" in one]
-    assert ours[2] == stock[2] and ours[2]["selected"].startswith("vllm.v1.")
+    assert ours[n] == stock[n] and ours[n]["selected"].startswith("vllm.v1.")
     if capability in ("9.0", "10.0"):
-        assert ours[:3] + ours[4:] == stock[:3] + stock[4:]
-        assert all(one["selected"].startswith("vllm.v1.") for one in ours[:2])
+        assert ours[: n + 1] + ours[n + 2 :] == stock[: n + 1] + stock[n + 2 :]
+        assert all(one["selected"].startswith("vllm.v1.") for one in ours[:n])
         return
-    assert all("No valid attention backend" in one["selected"] for one in stock[:2])
+    assert all("No valid attention backend" in one["selected"] for one in stock[:n])
     if NEWER and capability.startswith("8."):
         why = "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM"
-        assert all(why in one["selected"] for one in ours[:2])
+        assert all(why in one["selected"] for one in ours[:n])
         return
-    assert [one["selected"] for one in ours[:2]] == [OURS, OURS]
-    for answer, sentence in zip(ours[3:], (BLOCK[2], SINKS[2]), strict=True):
+    assert [one["selected"] for one in ours[:n]] == [OURS] * n
+    for answer, sentence in zip(ours[n + 1 :], (BLOCK[2], SINKS[2]), strict=True):
         assert f"MLA_KERNELS_SPARSE{sentence}" in answer["selected"]
+
+
+@pytest.mark.skipif(not NEWER, reason="0.22.1 has no GLM-5.3-Flash")
+def test_a_layer_without_rope(tree_with_series, models):  # noqa: F811
+    """vLLM's own of GLM-5.3-Flash: rows of 512 BF16, blocks a whole number of them apart, and picks of 2048 tokens
+    and of those that are in no whole pool yet."""
+    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, Path(__file__).with_name("no_rope_layer.py"), models / "flash"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "impl": "vllm.dsv4_overlay.sparse_mla_backend.SparseMLAImpl", "picks": 2176,
+        "row": 1024, "apart": 1024, "dtype": "torch.bfloat16",
+    }  # fmt: skip
 
 
 WHERE = 'with sparse_mla_prefill "workspace"' if NEWER else "in this release of vLLM"
@@ -485,7 +520,7 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
         ),
         model_config=SimpleNamespace(
-            hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8),
+            hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8, qk_rope_head_dim=64),
             get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: given.heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),

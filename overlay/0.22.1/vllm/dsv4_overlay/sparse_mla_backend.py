@@ -149,7 +149,7 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         self.topk_indices_buffer: torch.Tensor = indexer.topk_indices_buffer
-        reserve_workspace()
+        reserve_workspace(head_size)
         # Compiled now, and not while requests wait: the slots of a token of none.
         nobody = self.topk_indices_buffer.new_full((1,), -1)
         rows = self.topk_indices_buffer[:1]

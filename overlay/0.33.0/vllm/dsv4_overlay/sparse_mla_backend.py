@@ -115,7 +115,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reserve_workspace()
+        reserve_workspace(self.head_size)
 
     def forward_mqa(
         self,

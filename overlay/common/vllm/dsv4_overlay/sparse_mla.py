@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
-"""MLA_KERNELS_SPARSE, the sparse MLA of DeepSeek V3.2 and GLM-5 over 576-wide rows, as
-far as every release has it alike: what it is and refuses. `sparse_mla_attention` has
-its two ways to attend, `sparse_mla_backend` the rest."""
+"""MLA_KERNELS_SPARSE, the sparse MLA of DeepSeek V3.2 and GLM-5 over 576-wide rows and
+of GLM-5.3-Flash over 512-wide ones, as far as every release has it alike: what it is
+and refuses. `sparse_mla_attention` has its two ways to attend, `sparse_mla_backend` the
+rest."""
 
 from typing import ClassVar
 
@@ -15,8 +16,10 @@ from vllm.v1.attention.backend import AttentionBackend
 
 SPARSE_MLA = "MLA_KERNELS_SPARSE"
 PAGE = 64
-HEAD_SIZE = 576
-CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
+# Values of a row, and those of them that are rotated. The others are 512 in both.
+_ROWS = {576: 64, 512: 0}
+_WIDE = ("auto", "bfloat16")
+CACHE_DTYPES = (*_WIDE, "fp8_ds_mla", "fp8")
 # In --additional-config: prefills read their rows in place, or from a workspace.
 PREFILL = "sparse_mla_prefill"
 _PREFILLS = ("in_place", "workspace")
@@ -48,7 +51,7 @@ class SparseMLABackendMixin:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [HEAD_SIZE]
+        return list(_ROWS)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -102,11 +105,13 @@ def refusal(config: VllmConfig) -> str | None:
     indexed = hasattr(hf_config, "index_topk")
     # HY V4 would be served with rows as wide, and without its sinks.
     sinks = getattr(hf_config, "learnable_sink", False)
-    if model.get_head_size() != HEAD_SIZE or not indexed or sinks:
+    head_size = model.get_head_size()
+    rotated = getattr(hf_config, "qk_rope_head_dim", None)
+    if (head_size, rotated) not in _ROWS.items() or not indexed or sinks:
         return (
-            f"{SPARSE_MLA} serves models with an indexer, cache rows of {HEAD_SIZE} "
-            f"values and no sinks (DeepSeek V3.2, GLM-5), and {model.architecture} is "
-            "none."
+            f"{SPARSE_MLA} serves models with an indexer, without sinks, and with "
+            "cache rows of 576 values (DeepSeek V3.2, GLM-5) or of 512 without RoPE "
+            f"(GLM-5.3-Flash), and {model.architecture} is none."
         )
     if getattr(hf_config, "q_lora_rank", None) is None:
         return (
@@ -118,6 +123,11 @@ def refusal(config: VllmConfig) -> str | None:
             f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, "
             f"the same), not {cache.cache_dtype}; pass one of them as "
             "--kv-cache-dtype."
+        )
+    if not rotated and cache.cache_dtype not in _WIDE:
+        return (
+            f"{SPARSE_MLA} serves rows without RoPE (GLM-5.3-Flash) in BF16 only, not "
+            f"in {cache.cache_dtype}; pass --kv-cache-dtype bfloat16."
         )
     if cache.user_specified_block_size and cache.block_size % PAGE:
         return (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.dsv4_overlay.sparse_mla import HEAD_SIZE, workspace_rows
+from vllm.dsv4_overlay.sparse_mla import workspace_rows
 from vllm.third_party.mla_kernels import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from vllm.third_party.mla_kernels.row_formats import BF16, V32
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -26,9 +26,10 @@ def attend_slots(
     """Attention of each token over its slots.
 
     Args:
-        q: BF16 `[tokens, heads, 576]`, or its first 512 and its last 64 dimensions.
-        rows: the cache, `[blocks, block_size, 576]` BF16 or `[blocks, block_size, 656]`
-            bytes.
+        q: BF16 `[tokens, heads, 576]`, or its first 512 and its last 64 dimensions; or
+            512 and none, where rows have no RoPE.
+        rows: the cache, BF16 `[blocks, block_size, 576 or 512]`, or `[blocks,
+            block_size, 656]` bytes for a q of 576.
         slots: int32 `[tokens, columns]`, block * block_size + row, -1 for none.
 
     Returns:
@@ -37,8 +38,8 @@ def attend_slots(
     """
     if isinstance(q, tuple):
         q = torch.cat(q, dim=-1)
-    if rows.shape[-1] == HEAD_SIZE:
-        flat = rows.view(-1, 1, HEAD_SIZE)  # never a copy of the cache
+    if rows.dtype == torch.bfloat16:
+        flat = rows.view(-1, 1, rows.shape[-1])  # never a copy of the cache
         out, _, lse = flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)
         return out, lse
     out, lse = flash_mla_with_kvcache(
@@ -55,15 +56,16 @@ def attend_slots(
     return out.squeeze(1), lse.squeeze(2)
 
 
-def reserve_workspace() -> None:
-    """Have vLLM's workspace ready for prefills while memory is measured."""
+def reserve_workspace(width: int) -> None:
+    """Have vLLM's workspace ready for prefills while memory is measured; `width` is
+    that of q."""
     if rows := workspace_rows(get_current_vllm_config()):
-        _workspace(rows)
+        _workspace(rows, width)
 
 
-def _workspace(rows: int) -> torch.Tensor:
-    """BF16 `[rows, 576]`, the same memory for all layers."""
-    shape = (rows, HEAD_SIZE), torch.bfloat16
+def _workspace(rows: int, width: int) -> torch.Tensor:
+    """BF16 `[rows, width]`, the same memory for all layers."""
+    shape = (rows, width), torch.bfloat16
     return current_workspace_manager().get_simultaneous(shape)[0]
 
 
@@ -130,7 +132,7 @@ def attend_separately(
 
     Args:
         q, scale: as there.
-        cache: `[blocks, block_size, 576 or 656]`.
+        cache: `[blocks, block_size, 576, 512 or 656]`.
         decode_rows: the cache as slots of decodes count it.
         slots: int32 `[tokens, columns]`, those of prefills into the workspace.
         block_table: int32 `[requests, blocks]`.
@@ -140,7 +142,7 @@ def attend_separately(
     out = q.new_zeros(*q.shape[:2], 512)
     if n := plan.decode_tokens:
         out[:n], _ = attend_slots(q[:n], decode_rows, slots[:n], scale)
-    workspace = _workspace(plan.rows)
+    workspace = _workspace(plan.rows, q.shape[-1])
     for tokens, prefills in plan.chunks:
         for request, start, end in prefills:
             _gather(cache, block_table[request], workspace[start:end])
@@ -151,9 +153,10 @@ def attend_separately(
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy the first rows of a request, as many as BF16 `out` `[rows, 576]` has."""
+    """Copy the first rows of a request, as many as BF16 `out` `[rows, 576 or 512]`
+    has."""
     page = cache.shape[1]
-    keys = (BF16 if cache.shape[-1] == HEAD_SIZE else V32).keys
+    keys = (BF16 if cache.dtype == torch.bfloat16 else V32).keys
     in_block = torch.arange(page, device=cache.device)
     step = _BLOCKS_AT_ONCE * page
     for part, some in zip(out.split(step), blocks.split(_BLOCKS_AT_ONCE), strict=False):
