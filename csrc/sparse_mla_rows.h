@@ -1,4 +1,5 @@
-// Sparse MLA over rows as vLLM's caches hold them (sparse_mla_mma.cu), behind FlashMLA's two calls; free of torch.
+// Sparse MLA over rows as vLLM's caches hold them, behind FlashMLA's two calls: sparse_mla_mma.cu and
+// sparse_mla_m64_rows.cu. Free of torch.
 #pragma once
 
 #include "sparse_mla_sm90.h"
