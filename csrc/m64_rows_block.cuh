@@ -43,7 +43,8 @@ struct Layout : RowLayout<FORMAT> {
   // Wide parts that are values, [4 warps][4][32 lanes].
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
-  // the exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
+  // the exponent of a float32; 0 of a missing row. Only of those that have no common one. Of BF16 rows [4 entries], a
+  // bit for every row.
   static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;

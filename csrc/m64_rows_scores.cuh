@@ -192,8 +192,13 @@ struct Scores : Storage<FORMAT> {
             put(n, 0, high), put(n, 1, low);
           }
         } else if (has_zero_byte(there[0])) {
-          uint32_t powers[4];  // of a lane's 16 keys
-          read_words(powers, of_rows + t * 16);
+          uint32_t powers[4];  // of a lane's 16 keys: those of rows with a power of their own are elsewhere
+          const auto read_powers = [&](int n) {
+            const uint32_t common = __byte_perm(there[0], 0, n * 0x1111);
+            powers[n] = common ? common : reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];
+          };
+#pragma unroll
+          for (int n = 0; n < 4; ++n) read_powers(n);
           // As the exponent of a float32, of key 8n + 2t + i.
           const auto power = [&](int n, int i) {
             return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1;
@@ -210,7 +215,7 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             uint32_t w[4];
-            powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];  // again, since registers are few
+            read_powers(n);  // again, since registers are few
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               const int j = n * 8 + 2 * k, h = k % 2;
