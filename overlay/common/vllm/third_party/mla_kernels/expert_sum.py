@@ -40,13 +40,13 @@ def expert_sum(expert_outputs: torch.Tensor, out: torch.Tensor) -> None:
         )
     if out.numel():
         with torch.cuda.device_of(out):
-            _sum_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+            _expert_sum_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
                 expert_outputs, out, hidden, EXPERTS=experts, BLOCK=_BLOCK, num_warps=4
             )
 
 
 @triton.jit
-def _sum_kernel(
+def _expert_sum_kernel(
     expert_outputs_ptr,
     out_ptr,
     hidden,
