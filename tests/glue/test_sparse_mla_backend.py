@@ -508,13 +508,16 @@ WHOLE = f"reads whole sequences on each GPU {WHERE}; leave --decode-context-para
         ({"dcp": 2, "heads": 64, "prefill": "workspace"}, WHOLE),
         ({"dcp": 4, "heads": 64}, "has at most 128 heads on a GPU, and --decode-context-parallel-size 4 gathers "
          "256; lower it or raise --tensor-parallel-size." if NEWER else WHOLE),
+        ({"pcp": 2}, None),
+        ({"dcp": 2, "heads": 64, "pcp": 2}, "does not serve both kinds of context parallelism at once; leave "
+         "--decode-context-parallel-size or --prefill-context-parallel-size at 1."),
         ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
         ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
          "in_place or workspace."),
     ],
 )  # fmt: skip
 def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
-    given = SimpleNamespace(**{"dcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
+    given = SimpleNamespace(**{"dcp": 1, "pcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
@@ -524,7 +527,9 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
             get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: given.heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=given.dcp, prefill_context_parallel_size=given.pcp
+        ),
         additional_config={"sparse_mla_prefill": given.prefill},
     )  # fmt: skip
     if sentence:

@@ -147,7 +147,16 @@ def refusal(config: VllmConfig) -> str | None:
             f"{SPARSE_MLA} knows no {PREFILL} {prefill!r} in --additional-config; it "
             f"may be {' or '.join(_PREFILLS)}."
         )
-    gpus = config.parallel_config.decode_context_parallel_size
+    parallel = config.parallel_config
+    gpus = parallel.decode_context_parallel_size
+    if gpus > 1 and parallel.prefill_context_parallel_size > 1:
+        # vLLM merges what GPUs attended to for the same tokens. Here each would have
+        # other tokens of a prefill, and but a share of its rows.
+        return (
+            f"{SPARSE_MLA} does not serve both kinds of context parallelism at once; "
+            "leave --decode-context-parallel-size or --prefill-context-parallel-size "
+            "at 1."
+        )
     if gpus > 1 and not (_HAS_DCP and prefill == "in_place"):
         where = f'with {PREFILL} "{prefill}"' if _HAS_DCP else "in this release of vLLM"
         return (
