@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import sparse_mla_series
 import torch
+from on_request import tree_with
 from sparse_mla_series import tree_with_series  # noqa: F401
 from test_real_config import LLAMA, V4, on_hopper
 from vllm.platforms.interface import DeviceCapability
@@ -453,6 +454,14 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models
         else:
             assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
             assert answer["selected"] == OURS
+
+
+def test_the_series_alone(tmp_path, models):
+    """As docs/releases.md applies it: 0.22.1 has none of the names that the other series add for V4."""
+    tree = tree_with(tmp_path, sparse_mla_series.NAME, beside=())
+    asked = [request(models, "v32", options) for options in ({}, {"attention_backend": "MLA_KERNELS_SPARSE"})]
+    for answer in on_hopper(tree, models, asked, "9.0" if NEWER else "8.0")[NEWER:]:
+        assert answer["selected"] == OURS
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
