@@ -464,6 +464,14 @@ def test_the_series_alone(tmp_path, models):
         assert answer["selected"] == OURS
 
 
+def test_other_models_need_no_triton(tree_with_series):  # noqa: F811
+    """What vLLM imports for any model's configuration."""
+    code = "import sys; sys.modules['triton'] = None; from vllm.dsv4_overlay import sparse_mla"
+    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
 def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
     """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""

@@ -11,7 +11,6 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.third_party.mla_kernels import MAX_HEADS
 from vllm.v1.attention.backend import AttentionBackend
 
 SPARSE_MLA = "MLA_KERNELS_SPARSE"
@@ -100,6 +99,10 @@ def verify_config(vllm_config: VllmConfig) -> None:
 def refusal(config: VllmConfig) -> str | None:
     """Why MLA_KERNELS_SPARSE cannot serve this configuration on any GPU, a sentence, or
     None."""
+    # Not at the top: this module is imported for every model, also where there is no
+    # Triton.
+    from vllm.third_party.mla_kernels import MAX_HEADS
+
     model, cache = config.model_config, config.cache_config
     hf_config = model.hf_text_config
     indexed = hasattr(hf_config, "index_topk")
