@@ -17,8 +17,8 @@ LSE = 2e-5
 # Its kernel with 64 heads on M rounds scales and values of 656-byte rows to fp16 (FlashMLA rounds values to BF16),
 # and scores are of these rows. The whole error stays below 2e-3, of which 1.66e-3 are the output's own rounding.
 ROUNDED_ROWS = {"excess": 1e-3, "lse": 4e-3}
-# Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132, or
-# none; outputs of the last two are more than half of the L2 cache.
+# Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132,
+# or none; outputs of the last two are more than half of the L2 cache.
 BLOCKS_OF_64 = [
     (20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152), (80, 64, 300),
     (520, 64, 70), (265, 128, 300),
@@ -56,7 +56,9 @@ class Cache:
     def __init__(self, rows, blocks, block_size, gen, magnitude, spread=0):
         count = blocks * block_size
         rope = (torch.randn(count, 64, generator=gen) * magnitude).to(BF16)
-        smaller = torch.randint(0, spread + 1, (count, 1), generator=gen) if spread else torch.zeros(count, 1).int()
+        smaller = torch.zeros(count, 1).int()
+        if spread:
+            smaller = torch.randint(0, spread + 1, (count, 1), generator=gen)
         by = torch.exp2(-smaller.float())  # of a row: a power of two
         rope = (rope * by).to(BF16)
         if rows == "584":
@@ -217,7 +219,7 @@ class Case:
 
 SHAPES = [(1, 64), (5, 40), (40, 32), (140, 64), (140, 128), (300, 16)]
 ON_GPU = [pytest.param(*shape, marks=pytest.mark.gpu) for shape in SHAPES]
-# A small call anywhere; on the GPU 64 heads a block, where keys of items beyond 132 are divided if there are 4 tiles.
+# A small call anywhere; on the GPU 64 heads a block, where 4 tiles of items beyond 132 are divided.
 SMALL_AND_64_HEADS = [(3, 8), pytest.param(140, 64, marks=pytest.mark.gpu)]
 WITH_COLUMNS = [(3, 8, 70), pytest.param(140, 64, 200, marks=pytest.mark.gpu)]
 
@@ -370,8 +372,7 @@ def test_large_and_small_rows_and_scores(device, provider, rows, magnitude, scal
 @pytest.mark.parametrize("order", ["mixed", "rising"])
 @pytest.mark.parametrize("batch, heads", SMALL_AND_64_HEADS)
 def test_rows_of_different_magnitudes(device, provider, rows, batch, heads, order):
-    """Rows beside each other are up to 2^60 apart; or a token's rows grow, and with them the maximum of its scores and
-    what weights are divided by."""
+    """Rows beside each other are up to 2^60 apart; or a token's rows grow, and the maximum of its scores with them."""
     scale = 0.1 if rows in PACKED else 0.4
     case = Case(
         rows, device, batch=batch, heads=heads, columns=500, block_size=64, spread=60, scale=scale, seed=20
