@@ -372,7 +372,7 @@ def test_large_and_small_rows_and_scores(device, provider, rows, magnitude, scal
 @pytest.mark.parametrize("order", ["mixed", "rising"])
 @pytest.mark.parametrize("batch, heads", SMALL_AND_64_HEADS)
 def test_rows_of_different_magnitudes(device, provider, rows, batch, heads, order):
-    """Rows beside each other are up to 2^60 apart; or a token's rows grow, and the maximum of its scores with them."""
+    """Rows beside each other are up to 2^60 apart; or a token's rows grow, and their scores with them."""
     scale = 0.1 if rows in PACKED else 0.4
     case = Case(
         rows, device, batch=batch, heads=heads, columns=500, block_size=64, spread=60, scale=scale, seed=20
