@@ -84,10 +84,10 @@ class FileDiff:
         for hunk in self.hunks:
             if self.moved:
                 found = places(hunk, lines)
-                if len(found) != 1 or found[0] < done:
+                if len(found) != 1:
                     raise Mismatch(hunk.start + 1)
                 hunk = replace(hunk, start=found[0])
-            if hunk.start < done:  # another series changes the same lines
+            if hunk.start < done:  # another series changes the same lines, or they have changed places
                 raise Mismatch(hunk.start + 1)
             found = lines[hunk.start : hunk.start + len(hunk.source)]
             if found != hunk.source:
