@@ -367,6 +367,7 @@ def test_callers_of_the_release(applied, ops):
 @pytest.mark.parametrize("rows", ["v4", "v32", "bf16"])
 def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
     assert [drop_in.padded_heads(heads, 64, rows) for heads in (1, 4, 8, 12, 16)] == [8, 8, 8, 16, 16]
+    assert drop_in._narrow  # so that a call which is not served is padded for FlashMLA
     assert drop_in.padded_heads(64, 64, rows) == 64
     assert drop_in.padded_heads(128, 128, rows) == 128
     assert drop_in.padded_heads(128, 64, rows) == 64  # prefill is padded to a multiple
