@@ -291,7 +291,7 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   require(indices.dim() == 2 && indices.size(0) == tokens && indices.size(1) >= kWindow && indices.size(1) % 4 == 0 &&
               indices.size(1) <= kMostColumns && indices.stride(1) == 1 &&
               indices.scalar_type() == ScalarType::Int,
-          "indices must be [", tokens, ", 128 or more, a multiple of 4] int32, got ", shape(indices), ".");
+          "indices must be [", tokens, ", 128 to 2^29, a multiple of 4] int32, got ", shape(indices), ".");
   require_ints("topk_lens", topk_lens, tokens);
   require_ints("visible", visible, tokens);
   require(!sinks || (sinks->dim() == 1 && sinks->size(0) == heads && sinks->is_contiguous() &&
@@ -370,7 +370,7 @@ mla::KeySource key_source(const Tensor& cache, const Tensor& indices, const std:
           "a cache must have blocks and rows that start at multiples of 16 bytes.");
   require(indices.dim() == 2 && indices.size(0) == tokens && (indices.stride(1) == 1 || indices.size(1) <= 1) &&
               indices.scalar_type() == ScalarType::Int && indices.size(1) <= kMostColumns,
-          "indices must be [", tokens, ", columns] int32, got ", shape(indices), ".");
+          "indices must be [", tokens, ", columns, up to 2^29] int32, got ", shape(indices), ".");
   const bool is_v4 = format == mla::RowFormat::kV4;
   // Where in a block the scales of its 584-byte rows are, kernels count in 32 bits.
   require(cache.size(1) < (int64_t{1} << (is_v4 ? 22 : 31)), "a block has too many rows: ", cache.size(1), ".");

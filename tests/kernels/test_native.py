@@ -390,7 +390,7 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
     (3, ints(3, 192), "indices must be [2, 128 or more"),
     (3, ints(2, 64), "indices must be [2, 128 or more"),
     (3, ints(2, 130), "indices must be [2, 128 or more, a multiple of 4]"),
-    (3, ints(2, 192).long(), "indices must be [2, 128 or more, a multiple of 4] int32"),
+    (3, ints(2, 192).long(), "indices must be [2, 128 to 2^29, a multiple of 4] int32"),
     (3, ints(192, 2).T, "indices must be [2, 128 or more"),
     (4, ints(3), "topk_lens must be [2] int32"),
     (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
@@ -432,9 +432,9 @@ refuse(attend, good, (
     (1, packed[:, :0], "a cache must be [blocks, block_size, 656 bytes], got [4, 0, 656]."),
     (1, packed.view(2, 128, 656)[:, ::2], "a block of packed rows must be in one piece."),
     (1, packed.view(-1)[8 : 8 + 656].view(1, 1, 656), "a cache must have blocks and rows that start at"),
-    (2, ints(3, 70), "indices must be [2, columns] int32, got [3, 70]."),
-    (2, ints(2, 70).long(), "indices must be [2, columns] int32"),
-    (2, ints(70, 2).T, "indices must be [2, columns] int32"),
+    (2, ints(3, 70), "indices must be [2, columns, up to 2^29] int32, got [3, 70]."),
+    (2, ints(2, 70).long(), "indices must be [2, columns, up to 2^29] int32"),
+    (2, ints(70, 2).T, "indices must be [2, columns, up to 2^29] int32"),
     (3, ints(3), "lengths must be [2] int32"),
     (3, ints(4)[::2], "lengths must be [2] int32, contiguous"),
     (4, None, "a second cache and its indices go together."),
@@ -461,7 +461,7 @@ refuse(attend, good, (
 refuse(attend, [*good[:9], floats(2, 8), floats(2, 8), *good[11:]], ((10, None, "max_logits come with lse."),))
 one = [q[:1], packed, many, *none, None, heads[:1], *none, 3, 1.0]
 served = "must be on a CUDA GPU"  # if there were one
-refuse(attend, one, ((2, many, "indices must be [1, columns] int32"), (2, many[:, :-4], served)))
+refuse(attend, one, ((2, many, "indices must be [1, columns, up to 2^29] int32"), (2, many[:, :-4], served)))
 block = torch.empty(1, 1 << 22, 584, dtype=torch.uint8)
 one[:3], one[11] = [heads[:1], block, ints(1, 70)], 2
 refuse(attend, one, ((1, block, "a block has too many rows: 4194304."), (1, block[:, :-1], served)))
