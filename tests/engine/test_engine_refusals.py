@@ -251,6 +251,12 @@ def test_edited_since_apply(engine, target, mode):
         assert refused(engine, "edited-since-apply", target, *mode)["path"] == path
         (target / path).unlink()
         (target / path).write_bytes(good)
+    # The same text by another way: what was written is no longer where the record says.
+    (target / "vllm/sub").rename(target / "vllm/moved")
+    (target / "vllm/sub").symlink_to("moved")
+    assert refused(engine, "edited-since-apply", target, *mode)["path"].startswith("vllm/sub/")
+    (target / "vllm/sub").unlink()
+    (target / "vllm/moved").rename(target / "vllm/sub")
     engine.ok(target, "--revert")
 
 
