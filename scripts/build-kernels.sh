@@ -55,13 +55,18 @@ case ${1:-} in
 esac
 [[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; see --help."
 out=${1:-$out}
+[ ! -d "$out" ] || stop "$out is a folder; name the file that is to be built."
+folder=$(dirname "$out")
+while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
+[ -d "$folder" ] && [ -w "$folder" ] ||
+    stop "$out cannot be made, since $folder is no folder that can be written; name another file."
 
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
 nvcc=${nvcc:-$(command -v nvcc || true)}
 [ -x "$nvcc" ] || stop "there is no nvcc on PATH or in \$CUDA_HOME/bin; install the CUDA 13 toolkit, or build \
 elsewhere and use --from."
 cuda=$("$nvcc" --version | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
-[ "${cuda%%.*}" -ge 13 ] || stop "$nvcc is of CUDA $cuda; install the CUDA 13 toolkit."
+[[ $cuda =~ ^(1[3-9]|[2-9][0-9])\. ]] || stop "$nvcc is of CUDA ${cuda:-unknown}; install the CUDA 13 toolkit."
 [[ "${archs[*]}" =~ ^[0-9]+a(\ [0-9]+a)*$ ]] ||
     stop "MLA_CUDA_ARCHS is '${archs[*]}'; write names like 90a with a space between them."
 

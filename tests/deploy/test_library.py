@@ -70,6 +70,22 @@ def test_what_is_no_library_of_this_commit_is_not_taken(repo, tmp_path, content)
     assert done.stderr.startswith(f"error: {file} ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("where", ["", "a file/library.so"])
+def test_where_no_file_can_be_made(repo, tmp_path, where):
+    (tmp_path / "a file").touch()
+    done = run(repo, tmp_path / where, CUDA_HOME="/nonexistent")  # before the toolkit is looked for
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path / where} ")
+    assert done.stderr.endswith((" is to be built.\n", "; name another file.\n")) and done.stderr.count("\n") == 1
+
+
+def test_a_toolkit_that_says_no_version(repo, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").symlink_to("/bin/true")
+    done = run(repo, CUDA_HOME=str(tmp_path))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "is of CUDA unknown; install the CUDA 13 toolkit." in done.stderr
+
+
 @needs_nvcc
 def test_a_toolkit_without_the_static_runtime_is_refused_at_once(repo, tmp_path):
     """As in an image that has nvcc but not cuda-cudart-dev: not after minutes, when all is compiled."""
