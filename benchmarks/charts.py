@@ -19,6 +19,8 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
 ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
+# What sparse_mla.py's older results call a case, and it calls a phase now; the other names are the same.
+PHASES = {"full": "decode", "prompt_end": "prefill"}
 # Of sparse_mla.py: phase, tokens, label.
 ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
@@ -38,12 +40,12 @@ def kernel_results(results: Path) -> dict[str, Any]:
     found = json.loads((results / "stock_rows_h200.json").read_text("utf-8"))
     if "phases" in found:
         return found
-    # Both were measured on rows drawn over the pool.
+    # Its prefills were measured on rows drawn over the pool.
     rows = [row | {"phase": {"prefill": "scattered"}.get(row["phase"], row["phase"])} for row in found["results"]]
     old = json.loads((results / "sparse_mla_h200.json").read_text("utf-8"))
     for row in old["results"]:
         if row["provider"] == "sm90":
-            phase = {"prefill": "scattered"}.get(row["phase"], row["phase"])
+            phase = PHASES.get(row["case"], row["case"])
             rows.append(row | {"rows": ROWS[row["cache"]], "phase": phase})
     return old | {"results": rows}
 

@@ -66,6 +66,16 @@ def test_attention_ratios():
     assert found["fp8"] == {"prefill, 4096 tokens, random rows": {8: (2.0, 2.0, 2.0)}}
 
 
+def test_older_results_have_one_row_of_a_call():
+    """Cases of one phase are phases of their own by now: none stands for another."""
+    rows = charts.kernel_results(ROOT / "benchmarks/results")["results"]
+    calls = [tuple(row[key] for key in ("rows", "phase", "tokens", "heads")) for row in rows]
+    assert len(calls) == len(set(calls))
+    older = {row["phase"]: row["case"] for row in rows if "case" in row}
+    same = {name: name for name in ("mixed", "one_long", "prompt", "scattered")}
+    assert older in ({}, same | {"decode": "full", "prefill": "prompt_end"})
+
+
 def test_new_results_serve_alone(tmp_path):
     """What sparse_mla.py writes now has all rows; its older results are asked for no longer."""
     new = {"phases": {}, "results": [{"rows": "e4m3"}]}
