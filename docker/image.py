@@ -86,7 +86,7 @@ def arguments(
     """The Dockerfile's build arguments, less those of the commit. Raises Refusal."""
     image = pins(find_series(root, release), release)
     if blackwell and not image["flashinfer"]:
-        raise Refusal("no-variant", f"The image of vLLM {release} serves Blackwell already; omit --blackwell.")
+        raise Refusal("no-variant", f"The image of vLLM {release} has no variant for Blackwell; omit --blackwell.")
     name = base or f"{BASE}:v{release}"
     digest = digest or ("" if base else image["digest"])
     return {

@@ -135,7 +135,7 @@ WORKS, FAILS = '#!/bin/sh\necho "$@" >> calls\n', "#!/bin/sh\nexit 1\n"
     [
         (["9.9.9"], "There is no patch series for vLLM 9.9.9; supported: "),
         ([RELEASE, "--builder", "podman"], "There is no podman on PATH"),
-        ([NEWEST, "--blackwell"], f"The image of vLLM {NEWEST} serves Blackwell already; omit --blackwell."),
+        ([NEWEST, "--blackwell"], f"The image of vLLM {NEWEST} has no variant for Blackwell; omit --blackwell."),
         ([RELEASE, "--build-arg", "MLA_CUDA_ARCHS=90a"], "has another content than its tag says; give --tag."),
     ],
 )
