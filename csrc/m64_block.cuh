@@ -59,6 +59,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 // Operands are blocks of 64 rows by 64 dimensions (or keys), 8 KB: rows of 128 bytes, swizzled.
 constexpr int kBlockBytes = 64 * 128;
 constexpr int kTileBytes = kDim / 64 * kBlockBytes;
+#ifndef MLA_LOW_STEPS
+#define MLA_LOW_STEPS 4
+#endif
+constexpr int kLowSteps = MLA_LOW_STEPS;
 
 // A row of E4M3, by one instruction; its bytes are counted by the barrier.
 template <bool FIRST>

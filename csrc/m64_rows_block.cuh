@@ -16,6 +16,7 @@ using m64::kEnd;
 using m64::kHeads;
 using m64::Kind;
 using m64::kKeys;
+using m64::kLowSteps;
 using m64::kQ;
 using m64::kTileBytes;
 using m64::larger_magnitudes;

@@ -187,9 +187,11 @@ struct Scores : Storage<FORMAT> {
               const int j = n * 8 + 2 * k, h = k % 2;
               const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
               sum[h] += x + y;
-              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+              high[k] = pack_bf16(x, y);
+              if (n < kLowSteps) low[k] = rest_bf16(x, y, high[k]);
             }
-            put(n, 0, high), put(n, 1, low);
+            put(n, 0, high);
+            if (n < kLowSteps) put(n, 1, low);
           }
         } else if (has_zero_byte(there[0])) {
           uint32_t powers[4];  // of a lane's 16 keys

@@ -164,11 +164,12 @@ struct Scores : Storage<FP8> {
             if constexpr (FP8)
               high[k] = pack_half(x, y);
             else
-              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+              high[k] = pack_bf16(x, y);
+            if (!FP8 && n < kLowSteps) low[k] = rest_bf16(x, y, high[k]);
           }
           const uint32_t there_to = to + swizzled(weights_row, n * 2 + (lane >> 4));
           stmatrix(there_to, high[0], high[1], high[2], high[3]);
-          if constexpr (!FP8) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
+          if (!FP8 && n < kLowSteps) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
         }
         if (left == 1) {
 #pragma unroll

@@ -244,7 +244,7 @@ struct Block : Scores<FP8> {
         for (int step = 0; step < 4; ++step) {
           products_begin();
 #pragma unroll
-          for (int term = 0; term < L::kTerms; ++term) {
+          for (int term = 0; term < (step < kLowSteps ? L::kTerms : 1); ++term) {
             const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
             output_product<FP8, 0>(o, w, rows);
             output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));

@@ -145,7 +145,7 @@ struct Outputs : Storage<FORMAT> {
         for (int step = 0; step < 4; ++step) {
           products_begin();
 #pragma unroll
-          for (int term = 0; term < L::kTerms; ++term) {
+          for (int term = 0; term < (step < kLowSteps ? L::kTerms : 1); ++term) {
             const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
             output_product<kPacked, 0>(o, w, rows);
             output_product<kPacked, 64>(o, w, rows + (2 * kBlockBytes >> 4));
