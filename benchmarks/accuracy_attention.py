@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 import torch
+from e2e import check_out, positive
 from vllm.dsv4_overlay.calibrate import scale
 from vllm.third_party.mla_kernels import pick_provider, sparse_mla
 
@@ -115,10 +116,11 @@ def machine() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--tokens", type=positive, default=64)
+    parser.add_argument("--heads", type=positive, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    check_out(args.out)
     results: dict[str, dict] = {}
     print(f"{'rows':9s} {'RMS':7s} {'cache':27s} {'all':>9s} {'NoPE':>9s} {'RoPE':>9s}")
     for kind in ("gaussian", "heavy"):

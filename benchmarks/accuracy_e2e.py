@@ -77,7 +77,12 @@ from e2e import (
     log,
     machine,
     make_prompts,
+    model_settings,
+    need_gpus,
     positions,
+    positive,
+    positives,
+    prepare,
     run_child,
     software,
     summary,
@@ -466,25 +471,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
     parser.add_argument("--runs", help="comma-separated (default: all, but for fp8_calibrated*)")
     parser.add_argument(
-        "--lengths", default=",".join(map(str, PROMPT_LENGTHS)), help="prompt lengths in tokens"
+        "--lengths", type=positives, default=PROMPT_LENGTHS, help="prompt lengths in tokens"
     )
-    parser.add_argument("--steps", type=int, default=64, help="decode steps a prompt")
+    parser.add_argument("--steps", type=positive, default=64, help="decode steps a prompt")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--batch", type=int, default=2048, help="max_num_batched_tokens")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the same GPUs")
+    parser.add_argument("--batch", type=positive, default=2048, help="max_num_batched_tokens")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, on the same GPUs")
     parser.add_argument("--provider", help="VLLM_DSV4_PROVIDER of the runs that are not a truth")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a run")
     args = parser.parse_args(argv)
-    args.work = args.work or args.out.with_suffix("")
     if not (Path(args.model) / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder")
-    args.config = json.loads((Path(args.model) / "config.json").read_text())
+    args.config = model_settings(Path(args.model))
     args.specs, default = RUNS, DEFAULT_RUNS
     if has_sparse_mla(args.config):
         args.specs, default = SPARSE_MLA_RUNS, list(SPARSE_MLA_RUNS)
     args.runs = [r for r in args.runs.split(",") if r] if args.runs else list(default)
-    args.lengths = [int(n) for n in args.lengths.split(",")]
     unknown = [r for r in args.runs if r not in args.specs]
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {list(args.specs)}")
@@ -495,8 +498,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    need_gpus(args.tp)
+    prepare(args)
     config, specs, sparse_mla = args.config, args.specs, args.specs is SPARSE_MLA_RUNS
     vocab = config["vocab_size"]
     prompts = make_prompts(args.lengths, vocab, args.seed)

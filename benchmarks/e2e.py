@@ -5,6 +5,7 @@ The parent process imports neither torch nor vLLM, so that the GPU is free and i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -45,10 +46,73 @@ def tail(path: Path, lines: int = 60) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
+def positive(text: str) -> int:
+    """The whole number in an option, for argparse."""
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """Several, with commas between them."""
+    return [positive(part) for part in text.split(",")]
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Make the folders of --out and --work, by default OUT without suffix; end the script now, not after hours, if
+    they cannot be written."""
+    args.work = args.work or args.out.with_suffix("")
+    try:
+        for folder in (args.out.parent, args.work):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: {folder} cannot be made ({error.strerror}); give another --out or --work.")
+    check_out(args.out)
+
+
+def check_out(out: Path) -> None:
+    """Ends the script if `out` cannot be written."""
+    if out.is_dir() or not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+        sys.exit(f"error: --out {out} cannot be written; give a file like results.json in a folder that is there.")
+
+
+def visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [g for g in named.split(",") if g]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(i) for i in range(len(listed.splitlines()))]
+
+
+def need_gpus(count: int) -> None:
+    """Ends the script if so many are not visible."""
+    if count > (there := len(visible_gpus())):
+        sys.exit(f"error: this needs {count} GPU{'s' * (count > 1)}; {there} are visible.")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What the file holds; ends the script if that is not a JSON object."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        sys.exit(f"error: {path} cannot be read ({error.strerror}).")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        sys.exit(f"error: {path} is no JSON object; restore it, or give another.")
+    return found
+
+
 def model_settings(model: Path) -> dict[str, Any]:
     """A checkpoint's config.json, with the fields of its language model, which V4.1 has apart, at the top."""
-    config = json.loads((model / "config.json").read_text())
-    return config | config.get("text_config", {})
+    config = json_object(model / "config.json")
+    config |= config.get("text_config", {})
+    if not isinstance(config.get("vocab_size"), int):
+        sys.exit(f"error: {model / 'config.json'} has no vocab_size; give a language model's checkpoint.")
+    return config
 
 
 def has_sparse_mla(config: dict[str, Any]) -> bool:
@@ -285,7 +349,7 @@ def software(where: dict[str, Any]) -> dict[str, Any]:
 
 def kept(out: Path, where: dict[str, Any]) -> dict[str, Any]:
     """The results that `out` holds already; ends the script if they are of other software."""
-    results = json.loads(out.read_text()) if out.exists() else {}
+    results = json_object(out) if out.exists() else {}
     if results and software(results.get("machine", {})) != software(where):
         sys.exit(f"error: {out} holds results of another vLLM, overlay or environment; give another --out.")
     return results

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from e2e import check_out
 from timing import CALLS, captured, in_turns, provenance
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, LIMIT = 4096, 2048, 256, 6, 10.0
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON with every figure")
     parser.add_argument("--rounds", type=int, choices=range(1, 10), default=3, help="default: %(default)s")
     arguments = parser.parse_args()
+    check_out(arguments.out)
     if not torch.cuda.is_available():
         sys.exit("error: this benchmark needs a GPU, and there is none.")
     from vllm.config import VllmConfig, set_current_vllm_config

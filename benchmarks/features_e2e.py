@@ -53,11 +53,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from e2e import SPARSE_MLA, has_sparse_mla, kept, machine, model_settings
+from e2e import (
+    SPARSE_MLA,
+    has_sparse_mla,
+    kept,
+    machine,
+    model_settings,
+    need_gpus,
+    positive,
+    prepare,
+    visible_gpus,
+)
 from features import one_gpu, several_gpus  # noqa: F401  (steps register themselves)
 from features.parent import run_step
 from features.report import NOT_RUN, report
-from features.run import BACKENDS, BASE, STEP, Run, visible_gpus
+from features.run import BACKENDS, BASE, STEP, Run
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -71,10 +81,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="bf16", choices=list(BACKENDS))
     parser.add_argument("--gpus", type=int, default=1, choices=[1, 2, 4], help="run the steps that need so many")
     parser.add_argument("--steps", help="comma-separated, instead of all for --gpus")
-    parser.add_argument("--jobs", type=int, default=1, help="steps at a time, spread over the GPUs; times suffer")
+    parser.add_argument("--jobs", type=positive, default=1, help="steps at a time, over all GPUs; times suffer")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a step")
     args = parser.parse_args(argv)
-    args.work = args.work or args.out.with_suffix("")
     named = args.steps.split(",") if args.steps else []
     unknown = [s for s in named if s not in STEP]
     if unknown:
@@ -95,8 +104,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    need_gpus(1)
+    prepare(args)
     where = machine()
     results = {"steps": {}} | kept(args.out, where)
     steps = results["steps"]

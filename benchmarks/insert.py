@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from e2e import check_out
 from timing import CALLS, REPLAYS, copies, microseconds, provenance
 
 try:
@@ -129,6 +130,7 @@ def main() -> int:
         "--vllm-library", type=Path, help="vllm/_C.abi3.so, or since 0.33 vllm/_C_stable_libtorch.abi3.so"
     )
     arguments = parser.parse_args()
+    check_out(arguments.out)
     if not torch.cuda.is_available():
         print("error: this benchmark needs a CUDA GPU, and there is none.", file=sys.stderr)
         return 1

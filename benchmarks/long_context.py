@@ -31,7 +31,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from e2e import STOCK_KERNELS, child_environment, import_flashinfer, log, machine, run_child, tail
+from e2e import (
+    STOCK_KERNELS,
+    child_environment,
+    import_flashinfer,
+    log,
+    machine,
+    need_gpus,
+    prepare,
+    run_child,
+    tail,
+)
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 CACHES = {"stock": "fp8", "fp8": "fp8_per_tensor", "bf16": "bfloat16"}
@@ -145,7 +155,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32768, help="of a step (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=500, help="seconds a run (default: %(default)s)")
     args = parser.parse_args(argv)
-    args.work = args.work or args.out.with_suffix("")
     args.runs = args.runs.split(",")
     if unknown := [run for run in args.runs if run not in RUNS]:
         parser.error(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
@@ -158,7 +167,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
+    need_gpus(1)
+    prepare(args)
     config, good = model_config(), True
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

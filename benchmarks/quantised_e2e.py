@@ -32,7 +32,7 @@ from typing import Any
 
 import accuracy_e2e
 import numpy as np
-from e2e import log, machine, make_prompts, model_settings
+from e2e import log, machine, make_prompts, model_settings, need_gpus, positive, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 WEIGHT_ONLY = ("nvfp4", "autoround")
@@ -95,16 +95,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
     parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--kv", default="fp8", help="vLLM's cache: fp8; the overlay's: bfloat16, fp8_per_tensor")
+    parser.add_argument(
+        "--kv", choices=["fp8", "bfloat16", "fp8_per_tensor"], default="fp8",
+        help="the cache: vLLM's is fp8, the others are the overlay's",
+    )  # fmt: skip
     parser.add_argument("--graphs", action="store_true", help="decode by replay of CUDA graphs, not eagerly")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps a prompt")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--steps", type=positive, default=64, help="decode steps a prompt")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run")
     args = parser.parse_args(argv)
-    args.work = args.work or args.out.with_suffix("")
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.provider, args.where = None, machine()
     layouts = args.layouts.split(",")
+    if unknown := [name for name in layouts if name not in LAYOUTS]:
+        parser.error(f"--layouts names {', '.join(unknown)}; there are {', '.join(LAYOUTS)}.")
+    need_gpus(args.tp)
+    prepare(args)
+    args.provider, args.where = None, machine()
     write_models(args.folder, layouts)
     spec: dict[str, Any] = {"backend": None if args.kv == "fp8" else accuracy_e2e.BACKEND, "kv": args.kv}
     if args.graphs:

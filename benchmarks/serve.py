@@ -73,7 +73,7 @@ REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
 sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
-from e2e import DROP_IN, STOCK_KERNELS, machine  # noqa: E402
+from e2e import DROP_IN, STOCK_KERNELS, check_out, json_object, machine, positive  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
 from serve_cases import Case, Run, add_options, add_runs, cases  # noqa: E402
 from serve_report import TRACE, attention_share, row_of, table  # noqa: E402
@@ -114,9 +114,12 @@ def write_dummy(folder: Path, share_of: int) -> None:
     import throughput
 
     place, ours = folder / "config.json", [throughput.flash_config(share) for share in SHARES]
-    if any(folder.glob("*.safetensors")) or (place.exists() and json.loads(place.read_text()) not in ours):
+    if any(folder.glob("*.safetensors")) or (place.exists() and json_object(place) not in ours):
         stop(f"{folder} holds another model, which --dummy would overwrite; give a new folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--dummy {folder} cannot be made ({error.strerror}); give a new folder.")
     mini.write_tokenizer(folder, mini.Shape().vocab)
     write(place, throughput.flash_config(share_of))
 
@@ -395,7 +398,7 @@ def main() -> None:
         "--share-of", type=int, choices=SHARES, default=1, help="GPUs whose share is served, with --dummy"
     )
     parser.add_argument("--base-url", metavar="URL", help="measure the server that runs there, by --model's name")
-    parser.add_argument("--tensor-parallel-size", type=int, default=4)
+    parser.add_argument("--tensor-parallel-size", type=positive, default=4)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s, and those of --run")
     parser.add_argument(
         "--run", action="append", default=[], metavar="NAME=RUN …", help="as RUN, with VARIABLE=VALUE and options"
@@ -439,8 +442,7 @@ def main() -> None:
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(args.every_run)}.")
     if args.repeat < 1:
         stop(f"--repeat is {args.repeat}; give 1 or more.")
-    if not args.out.absolute().parent.is_dir():
-        stop(f"{args.out.absolute().parent}, where --out goes, is no folder; make it.")
+    check_out(args.out)
     try:
         args.work.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,6 +7,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from e2e import positive
+
 GOAL = re.compile(r"(ttft|tpot|e2el):[1-9]\d*")
 SHAPE = re.compile(r"([1-9]\d*)(k?)/([1-9]\d*)(k?)")
 
@@ -40,8 +42,8 @@ class Case:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
-    parser.add_argument("--input-len", type=int, help="tokens of a prompt (default: 8192)")
-    parser.add_argument("--output-len", type=int, help="tokens of an answer (default: 8192)")
+    parser.add_argument("--input-len", type=positive, help="tokens of a prompt (default: 8192)")
+    parser.add_argument("--output-len", type=positive, help="tokens of an answer (default: 8192)")
     parser.add_argument("--shapes", metavar="IN/OUT,…", help="several of them, as in 1k/8k,8k/1k,8k/8k")
     parser.add_argument("--load", default="burst", help="burst, steady or prompts a second; default: %(default)s")
     parser.add_argument("--times", type=int, default=10, help="without burst, prompts by those at once; "

@@ -37,6 +37,7 @@ from typing import Any
 
 import sparse_mla_inputs as inputs
 import torch
+from e2e import check_out
 from gpu_watch import Watch
 from sparse_mla_inputs import CALLS, FORMATS, HEADS, PAGE, PAGES, PHASES, PREFILL_CALLS, VALUE_DIM, native
 from sparse_mla_others import others
@@ -155,6 +156,7 @@ def main() -> int:
         parser.error(f"--rounds is {arguments.rounds}; give 1 or more.")
     if arguments.flashmla and not (arguments.flashmla / "_flashmla_C.abi3.so").is_file():
         parser.error(f"{arguments.flashmla} has no _flashmla_C.abi3.so; give the vllm/ of an unpacked wheel.")
+    check_out(arguments.out)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("error: this benchmark compares with FlashMLA on a Hopper GPU, and there is none.", file=sys.stderr)
         return 1

@@ -73,6 +73,10 @@ from e2e import (
     log,
     machine,
     model_settings,
+    need_gpus,
+    positive,
+    positives,
+    prepare,
     run_child,
     tail,
 )
@@ -326,18 +330,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
     parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all)")
-    parser.add_argument("--repeat", type=int, default=1, help="starts of every run (default: %(default)s)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--batches", default="1,16,64,128")
-    parser.add_argument("--context", type=int, default=8192, help="tokens a decoding request starts from")
+    parser.add_argument("--repeat", type=positive, default=1, help="starts of every run (default: %(default)s)")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--batches", type=positives, default=[1, 16, 64, 128])
+    parser.add_argument("--context", type=positive, default=8192, help="tokens a decoding request starts from")
     parser.add_argument("--fill-seconds", type=float, default=30, help="prefill time that a context may cost")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="max_num_batched_tokens")
-    parser.add_argument("--kv-gib", type=int, default=48, help="GiB of KV cache a GPU")
+    parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
-    if args.repeat < 1:
-        parser.error(f"--repeat is {args.repeat}; give 1 or more.")
     if args.layers < 4:
         parser.error(f"--layers is {args.layers}; give 4 or more: 3 are dense.")
     if args.share_of > {"v3.2": 16, "flash": 8}.get(args.model, 1):
@@ -347,10 +349,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     if args.layout and (args.model != "flash" or args.layout not in LAYOUTS):
         parser.error(f"--layout {args.layout}: --model flash has {', '.join(LAYOUTS)}.")
-    args.batches = sorted({int(b) for b in args.batches.split(",")})
+    args.batches = sorted(set(args.batches))
     if args.model in ("flash", "v3.2"):
         is_flash = args.model == "flash"
         config = flash_config(args.share_of, args.layout) if is_flash else v32_config(args.layers, args.share_of)
+        prepare(args)
         args.model = args.work / args.model
         args.model.mkdir(parents=True, exist_ok=True)
         (args.model / "config.json").write_text(json.dumps(config, indent=1))
@@ -377,7 +380,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "run": run,
         "model": str(args.model),
         "weights": (args.model / "model.safetensors.index.json").is_file(),
-        "vocab": json.loads((args.model / "config.json").read_text())["vocab_size"],
+        "vocab": model_settings(args.model)["vocab_size"],
         "tp": args.tp,
         "batches": args.batches,
         "batch_tokens": args.batch_tokens,
@@ -393,8 +396,8 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    need_gpus(args.tp)
+    prepare(args)
     settings = {
         "model_config": json.loads((args.model / "config.json").read_text()),
         "tp": args.tp,

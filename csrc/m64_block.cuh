@@ -64,16 +64,16 @@ constexpr int kTileBytes = kDim / 64 * kBlockBytes;
 #endif
 constexpr int kLowSteps = MLA_LOW_STEPS;
 
-// A row of E4M3, by one instruction; its bytes are counted by the barrier.
-template <bool FIRST>
+// A row's E4M3 values, by one instruction; its bytes are counted by the barrier.
+template <int BYTES, bool FIRST>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {
   if constexpr (FIRST)
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to), "l"(from), "n"(kDim), "r"(barrier), "l"(evict_first()) : "memory");
+            "r"(to), "l"(from), "n"(BYTES), "r"(barrier), "l"(evict_first()) : "memory");
   else
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "n"(kDim), "r"(barrier) : "memory");
+                 "l"(from), "n"(BYTES), "r"(barrier) : "memory");
 }
 
 template <bool FP8>
@@ -92,36 +92,40 @@ struct Layout {
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
 };
 
-// A call, and q and outputs as tensors of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose
-// layout in shared memory is that of an operand. Heads that do not exist come as zeros, and are not written.
+// q or outputs as a tensor of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose layout in
+// shared memory is that of an operand. Heads that do not exist come as zeros, and are not written. False of strides (in
+// elements) that such a tensor cannot have.
+inline bool map_heads(CUtensorMap& to, const void* at, int dims, int heads, int tokens, int64_t token_stride,
+                      int64_t head_stride) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
+            cudaSuccess ||
+        found != cudaDriverEntryPointSuccess)
+      function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  // Each dimension holds the one before, padded: others are not said to be possible.
+  if (!encode || head_stride < dims || token_stride % head_stride || token_stride / head_stride < heads) return false;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dims), static_cast<cuuint64_t>(heads),
+                              static_cast<cuuint64_t>(tokens)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(head_stride) * 2, static_cast<cuuint64_t>(token_stride) * 2};
+  const cuuint32_t box[] = {64, 16, 1}, steps[] = {1, 1, 1};
+  return encode(&to, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 struct Call : Params {
   CUtensorMap q_map, out_map;
   bool is_mapped;  // else threads copy both: other rows, E4M3 q, or strides that such a tensor cannot have
 
   explicit Call(const SparseMla& call) : Params(call, kHeads, 1), q_map{}, out_map{}, is_mapped(false) {
     if (call.q_is_fp8 || !call.rows_are_fp8) return;
-    static const auto encode = [] {
-      void* function = nullptr;
-      cudaDriverEntryPointQueryResult found;
-      if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
-              cudaSuccess ||
-          found != cudaDriverEntryPointSuccess)
-        function = nullptr;
-      return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-    }();
-    const auto map = [&](CUtensorMap& to, const void* at, int64_t token_stride, int64_t head_stride) {
-      // Each dimension holds the one before, padded: others are not said to be possible.
-      if (head_stride < kDim || token_stride % head_stride || token_stride / head_stride < call.heads) return false;
-      const cuuint64_t sizes[] = {kDim, static_cast<cuuint64_t>(call.heads), static_cast<cuuint64_t>(call.tokens)};
-      const cuuint64_t strides[] = {static_cast<cuuint64_t>(head_stride) * 2,
-                                    static_cast<cuuint64_t>(token_stride) * 2};
-      const cuuint32_t box[] = {64, 16, 1}, steps[] = {1, 1, 1};
-      return encode(&to, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(at), sizes, strides, box, steps,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-    };
-    is_mapped = encode && map(q_map, call.q, call.q_token_stride, call.q_head_stride) &&
-                map(out_map, call.out, call.out_token_stride, call.out_head_stride);
+    is_mapped = map_heads(q_map, call.q, kDim, call.heads, call.tokens, call.q_token_stride, call.q_head_stride) &&
+                map_heads(out_map, call.out, kDim, call.heads, call.tokens, call.out_token_stride,
+                          call.out_head_stride);
   }
 };
 

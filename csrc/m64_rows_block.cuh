@@ -10,6 +10,7 @@ namespace m64_rows {
 
 using m64::barrier_expect;
 using m64::copy_q;
+using m64::copy_row;
 using m64::kBlockBytes;
 using m64::kBlockThreads;
 using m64::kEnd;
@@ -20,6 +21,7 @@ using m64::kLowSteps;
 using m64::kQ;
 using m64::kTileBytes;
 using m64::larger_magnitudes;
+using m64::map_heads;
 using m64::output_product;
 using m64::scaled_to_half;
 using m64::score_product;
@@ -62,8 +64,6 @@ struct Layout : RowLayout<FORMAT> {
   static __device__ __forceinline__ int wide_at(int slot) { return block_at(slot, R::kNarrow / 64); }
 };
 
-// A call, and q as a tensor of dimensions, heads and tokens: 16 heads of 64 dimensions are one copy, whose layout in
-// shared memory is that of an operand. Heads that do not exist come as zeros.
 // An item is a token and 64 of its heads. What blocks take is a unit: one of the first `whole` items, or a part of the
 // keys of one of the others.
 struct Call : RowParams {
@@ -76,25 +76,7 @@ struct Call : RowParams {
       : RowParams(call, kHeads, 1), q_map{}, is_mapped(false), whole(division.whole), parts(division.parts) {
     inverse_parts = static_cast<uint32_t>(((uint64_t{1} << 32) + parts - 1) / parts);
     units = whole + (items - whole) * division.parts;
-    static const auto encode = [] {
-      void* function = nullptr;
-      cudaDriverEntryPointQueryResult found;
-      if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
-              cudaSuccess ||
-          found != cudaDriverEntryPointSuccess)
-        function = nullptr;
-      return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-    }();
-    const int64_t head = call.q_head_stride, token = call.q_token_stride;
-    // Each dimension holds the one before, padded: others are not said to be possible.
-    if (!encode || head < dims || token % head || token / head < call.heads) return;
-    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(dims), static_cast<cuuint64_t>(call.heads),
-                                static_cast<cuuint64_t>(call.tokens)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(head) * 2, static_cast<cuuint64_t>(token) * 2};
-    const cuuint32_t box[] = {64, 16, 1}, steps[] = {1, 1, 1};
-    is_mapped = encode(&q_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(call.q), sizes, strides, box,
-                       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    is_mapped = map_heads(q_map, call.q, dims, call.heads, call.tokens, call.q_token_stride, call.q_head_stride);
   }
   __device__ __forceinline__ int item(int unit) const {
     return unit < whole ? unit : whole + in_parts(unit - whole);
@@ -148,17 +130,6 @@ struct Item {
   }
 };
 
-// The narrow part of a row, by one instruction; its bytes are counted by the barrier.
-template <int BYTES, bool FIRST>
-__device__ __forceinline__ void copy_narrow(uint32_t to, const uint8_t* from, uint32_t barrier) {
-  if constexpr (FIRST)
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(to), "l"(from), "n"(BYTES), "r"(barrier), "l"(evict_first()) : "memory");
-  else
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "n"(BYTES), "r"(barrier) : "memory");
-}
 // Asked for here, and not where it is needed; 0 if not.
 template <bool FIRST>
 __device__ __forceinline__ uint4 load_wide(const uint8_t* from, bool is_asked) {

@@ -213,7 +213,7 @@ struct Fetch : Storage<FORMAT> {
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
           __syncwarp();
           if (lane / 16 == t && bits >> lane % 16 & 1)
-            copy_narrow<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
+            copy_row<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
           __syncwarp();
 #pragma unroll
           for (int k = 0; k < 2; ++k)

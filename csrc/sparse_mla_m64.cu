@@ -80,7 +80,8 @@ struct Block : Scores<FP8> {
           fence_async();  // what was read there, and zeros written there, before the copies
           __syncwarp();
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * kDim);
-          if (lane / 16 == t && mine.exists) copy_row<FIRST>(base + to + lane % 16 * kDim, mine.at, raw_full(quarter));
+          if (lane / 16 == t && mine.exists)
+            copy_row<kDim, FIRST>(base + to + lane % 16 * kDim, mine.at, raw_full(quarter));
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
             *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * kDim + lane * 16) = make_uint4(0, 0, 0, 0);
           __syncwarp();

@@ -26,6 +26,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kHeadDim = 512, kRopeDim = 64, kMaxHeads = 128, kWindow = 128;
+// Columns of a token: kernels count keys, rounded up to whole tiles and those of two sources together, in 31 bits.
+constexpr int64_t kMostColumns = int64_t{1} << 29;
 
 // std::invalid_argument becomes ValueError in Python.
 template <typename... Words>
@@ -287,9 +289,9 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   require(is_heads(out) && out.size(0) == tokens && out.size(1) == heads && out.scalar_type() == ScalarType::BFloat16,
           "out must be ", shape(q), " bf16, got ", shape(out), ".");
   require(indices.dim() == 2 && indices.size(0) == tokens && indices.size(1) >= kWindow && indices.size(1) % 4 == 0 &&
-              indices.size(1) <= std::numeric_limits<int32_t>::max() && indices.stride(1) == 1 &&
+              indices.size(1) <= kMostColumns && indices.stride(1) == 1 &&
               indices.scalar_type() == ScalarType::Int,
-          "indices must be [", tokens, ", 128 or more, a multiple of 4] int32, got ", shape(indices), ".");
+          "indices must be [", tokens, ", 128 to 2^29, a multiple of 4] int32, got ", shape(indices), ".");
   require_ints("topk_lens", topk_lens, tokens);
   require_ints("visible", visible, tokens);
   require(!sinks || (sinks->dim() == 1 && sinks->size(0) == heads && sinks->is_contiguous() &&
@@ -367,11 +369,12 @@ mla::KeySource key_source(const Tensor& cache, const Tensor& indices, const std:
               reinterpret_cast<uintptr_t>(cache.data_ptr()) % 16 == 0,
           "a cache must have blocks and rows that start at multiples of 16 bytes.");
   require(indices.dim() == 2 && indices.size(0) == tokens && (indices.stride(1) == 1 || indices.size(1) <= 1) &&
-              indices.scalar_type() == ScalarType::Int && indices.size(1) < (int64_t{1} << 30),
-          "indices must be [", tokens, ", columns] int32, got ", shape(indices), ".");
-  require(cache.size(1) < (int64_t{1} << 31), "a block has too many rows: ", cache.size(1), ".");
-  const int64_t rows = std::min(cache.size(0) * cache.size(1), int64_t{1} << 31);
+              indices.scalar_type() == ScalarType::Int && indices.size(1) <= kMostColumns,
+          "indices must be [", tokens, ", columns, up to 2^29] int32, got ", shape(indices), ".");
   const bool is_v4 = format == mla::RowFormat::kV4;
+  // Where in a block the scales of its 584-byte rows are, kernels count in 32 bits.
+  require(cache.size(1) < (int64_t{1} << (is_v4 ? 22 : 31)), "a block has too many rows: ", cache.size(1), ".");
+  const int64_t rows = std::min(cache.size(0) * cache.size(1), int64_t{1} << 31);
   return {{cache.data_ptr(), block, is_v4 ? 576 : row.is_packed ? row.bytes : stride,
            static_cast<int32_t>(cache.size(1)), static_cast<uint32_t>(rows)},
           static_cast<const int32_t*>(indices.data_ptr()),

@@ -115,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         write_checkpoint(args.out_dir, recipe_of(args), log=log)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename or args.out_dir} cannot be written ({error.strerror}).")
     return 0
 
 

@@ -16,6 +16,7 @@ import e2e  # noqa: E402
 import features_e2e  # noqa: E402
 import gpu_watch  # noqa: E402
 import long_context  # noqa: E402
+import quantised_e2e  # noqa: E402
 import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
 from features import comparison, one_gpu, parent, run  # noqa: E402
@@ -357,10 +358,9 @@ def test_silent_attention_runs_and_returns_zeros(monkeypatch):
     called, names = [], ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
     ops = SimpleNamespace(flashmla=SimpleNamespace(**dict.fromkeys(names, flash_mla_with_kvcache)))
     caller = SimpleNamespace(**dict.fromkeys(names, flash_mla_with_kvcache))
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops", ops)
-    monkeypatch.setitem(sys.modules, "vllm.caller", caller)
+    # Modules of vLLM that other tests have imported stay as they are.
+    modules = {"vllm.v1.attention.ops": ops, "vllm.caller": caller}
+    monkeypatch.setattr(one_gpu, "sys", SimpleNamespace(modules=modules))
     one_gpu.silence_attention()
     out = torch.ones(2)
     assert caller.flash_mla_with_kvcache(torch.ones(2))[0].tolist() == [0, 0]
@@ -458,6 +458,93 @@ def test_samples_of_the_gpu(monkeypatch):
         assert watch.summary().startswith("no samples: ")
 
 
+SCRIPTS = {
+    accuracy_e2e: ["--model", "MODEL"],
+    features_e2e: ["--model", "MODEL"],
+    throughput: ["--model", "MODEL"],
+    long_context: [],
+    quantised_e2e: ["--folder", "MODEL"],
+}
+with_a_model = pytest.mark.parametrize("script", [accuracy_e2e, features_e2e, throughput])
+
+
+@pytest.fixture
+def refuses(tmp_path, monkeypatch, capsys):
+    """Calls a script with options; returns what it says, in one line, having started and written nothing."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "deepseek_v4", "vocab_size": 8192}')
+    (model / "model.safetensors.index.json").write_text("{}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for module in (e2e, accuracy_e2e, throughput, long_context, parent):
+        monkeypatch.setattr(module, "run_child", lambda *_: pytest.fail("a run was started"))
+
+    def call(script, *options, out="out.json"):
+        before = sorted(tmp_path.rglob("*"))
+        given = [str(model) if word == "MODEL" else word for word in SCRIPTS[script]]
+        with pytest.raises(SystemExit) as ended:
+            script.main([*given, "--out", str(tmp_path / out), *options])
+        assert sorted(tmp_path.rglob("*")) == before
+        if ended.value.code == 2:  # argparse, after its usage
+            return capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code.startswith("error: ") and "\n" not in ended.value.code
+        return ended.value.code
+
+    return call
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_gpu(refuses, monkeypatch, script):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "needs 1 GPU; 0 are visible" in refuses(script)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")  # nor nvidia-smi
+    assert "needs 1 GPU; 0 are visible" in refuses(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_results_that_could_not_be_written(refuses, tmp_path, script):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert "folder.json cannot be written" in refuses(script, out="folder.json")
+    assert "folder cannot be written" in refuses(script, out="folder")  # OUT without suffix is the folder of logs
+    assert "cannot be made" in refuses(script, out="file/out.json")
+    assert "cannot be made" in refuses(script, "--work", str(tmp_path / "file"))
+
+
+@with_a_model
+@pytest.mark.parametrize("text, words", [("{", "JSON object"), ("[]", "JSON object"), ("{}", "no vocab_size")])
+def test_a_model_s_damaged_settings(refuses, tmp_path, script, text, words):
+    (tmp_path / "model/config.json").write_text(text)
+    assert words in refuses(script)
+
+
+@pytest.mark.parametrize("script", [features_e2e, throughput])
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_damaged_results_are_left_alone(refuses, tmp_path, script, text):
+    (tmp_path / "out.json").write_text(text)
+    (tmp_path / "out").mkdir()
+    assert "out.json is no JSON object" in refuses(script)
+    assert (tmp_path / "out.json").read_text() == text
+
+
+@pytest.mark.parametrize("script, option", [
+    *((accuracy_e2e, name) for name in ("--lengths", "--steps", "--batch", "--tp", "--jobs")),
+    (features_e2e, "--jobs"),
+    *((throughput, name) for name in ("--repeat", "--tp", "--batches", "--context", "--batch-tokens", "--kv-gib")),
+    *((quantised_e2e, name) for name in ("--steps", "--tp")),
+])  # fmt: skip
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", ""])
+def test_numbers_that_make_no_sense(refuses, script, option, value):
+    assert f"argument {option}: {value!r} is no whole number from 1 on" in refuses(script, f"{option}={value}")
+
+
+def test_layouts_and_caches_that_there_are_not(refuses):
+    assert "--layouts names nope; there are nvfp4, " in refuses(quantised_e2e, "--layouts", "nvfp4,nope")
+    assert "invalid choice: 'nope'" in refuses(quantised_e2e, "--kv", "nope")
+
+
 def test_secrets_are_no_part_of_a_result(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
@@ -503,6 +590,7 @@ def test_verdicts_of_a_million_tokens(tmp_path, monkeypatch, overruns, status, w
     stub.write_text(LONG_RUN.format(overruns=overruns))
     run_child = long_context.run_child
     monkeypatch.setattr(long_context, "machine", dict)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(
         long_context, "run_child",
         lambda command, *rest: run_child([command[0], str(stub), *command[2:]], *rest),

@@ -423,6 +423,7 @@ def test_parent_with_a_stand_in_run(checkpoint, tmp_path, monkeypatch, capsys):
         return {"ok": True, "seconds": 1.0}
 
     monkeypatch.setattr(accuracy_e2e, "start_run", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     base = ["--model", str(checkpoint), "--out", str(tmp_path / "r.json"), "--lengths", "7,9"]
     base += ["--steps", "3"]
     assert accuracy_e2e.main([*base, "--runs", "flashmla,bf16"]) == 0
@@ -565,6 +566,14 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
     assert "--dspark is of --model v4 and v4.1" in capsys.readouterr().err
     assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/deeper"):
+        with pytest.raises(SystemExit) as ended:
+            mini.main([str(tmp_path / place)])
+        assert ended.value.code == 2 and "cannot be written" in capsys.readouterr().err
 
 
 def test_a_quantised_run_is_repeated_by_other_software(checkpoint, tmp_path, monkeypatch):

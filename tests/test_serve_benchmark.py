@@ -350,7 +350,8 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
         (["--base-url", "http://127.0.0.1:1"], "nothing at http://127.0.0.1:1 answers /health; give the URL of"),
         (["--base-url", "nonsense"], "nothing at nonsense answers /health; give the URL of a vLLM server"),
         (["--base-url", "http://127.0.0.1:1", "--profile"], "--base-url is of a server that runs already"),
-        (["--out", "none/x.json"], "/none, where --out goes, is no folder; make it."),
+        (["--out", "none/x.json"], "--out none/x.json cannot be written; give a file"),
+        (["--out", "."], "--out . cannot be written; give a file"),
         (["--work", "file"], "--work file cannot be made (File exists); give another folder."),
     ],
 )
@@ -360,6 +361,27 @@ def test_bad_arguments(serve, tmp_path, arguments, words):
     assert (done.returncode, calls, done.stderr.count("\n")) == (1, [], 1), done.stderr
     assert words in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "calls", "file", "site"]
+
+
+@pytest.mark.parametrize("option", ["--input-len", "--output-len", "--tensor-parallel-size"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_numbers_that_make_no_sense(serve, option, value):
+    done, calls = serve(f"{option}={value}")
+    assert (done.returncode, calls) == (2, [])
+    assert f"argument {option}: {value!r} is no whole number from 1 on" in done.stderr
+
+
+@pytest.mark.parametrize("text, words", [(None, "cannot be made"), ("{", "config.json is no JSON object")])
+def test_a_folder_for_dummy_weights_that_is_none(tmp_path, text, words):
+    model = tmp_path / "model"
+    if text is None:
+        model.write_text("")
+    else:
+        model.mkdir()
+        (model / "config.json").write_text(text)
+    command = [sys.executable, ROOT / "benchmarks/serve.py", "--dummy", model, "--work", tmp_path / "work"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path):

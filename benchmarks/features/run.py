@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import importlib.util
 import json
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -211,14 +209,6 @@ class Run:
         worst = max((d["margin"] for d in found["diverged"]), default=0.0)
         self.check(f"{name}: margin where tokens part <= {margin:.2g}", worst <= margin, worst)
         return found
-
-
-def visible_gpus() -> list[str]:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [g for g in named.split(",") if g]
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return [str(i) for i in range(len(listed.splitlines()))]
 
 
 def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from e2e import visible_gpus
 
-from .run import ENTRY, GRAPHS, LENGTHS, STEPS, Run, engine_arguments, step, visible_gpus
+from .run import ENTRY, GRAPHS, LENGTHS, STEPS, Run, engine_arguments, step
 
 
 def parallel(run: Run, **sizes: int) -> None:

@@ -84,10 +84,10 @@ class FileDiff:
         for hunk in self.hunks:
             if self.moved:
                 found = places(hunk, lines)
-                if len(found) != 1 or found[0] < done:
+                if len(found) != 1:
                     raise Mismatch(hunk.start + 1)
                 hunk = replace(hunk, start=found[0])
-            if hunk.start < done:  # another series changes the same lines
+            if hunk.start < done:  # another series changes the same lines, or they have changed places
                 raise Mismatch(hunk.start + 1)
             found = lines[hunk.start : hunk.start + len(hunk.source)]
             if found != hunk.source:
@@ -164,7 +164,7 @@ def check_path(where: str, path: str) -> str:
     return path
 
 
-def _parse_hunk(where: str, raw: unidiff.Hunk) -> Hunk:
+def _parse_hunk(raw: unidiff.Hunk) -> Hunk:
     source: list[str] = []
     target: list[str] = []
     ends: list[list[str]] = []
@@ -176,8 +176,6 @@ def _parse_hunk(where: str, raw: unidiff.Hunk) -> Hunk:
         ends = [side for side, kinds in ((source, " -"), (target, " +")) if line.line_type in kinds]
         for side in ends:
             side.append(line.value)
-    if (len(source), len(target)) != (raw.source_length, raw.target_length):
-        raise _bad(where, f"the hunk at line {raw.source_start} has trailing lines")
     # A hunk without source lines names the line it follows, any other one its first line.
     start = raw.source_start - 1 if source else raw.source_start
     return Hunk(start, source, target, raw.added)
@@ -221,7 +219,7 @@ def parse_patch(name: str, data: bytes) -> Patch:
         if item.is_binary_file or item.source_mode or item.target_mode or not item:
             raise _bad(name, f"{old[2:]} has no text hunks, or a change of mode")
         path = check_path(name, old[2:])
-        hunks = [_parse_hunk(name, raw) for raw in item]
+        hunks = [_parse_hunk(raw) for raw in item]
         end = shift = 0
         for hunk, raw in zip(hunks, item, strict=True):
             expected = hunk.start + shift + (1 if hunk.target else 0)
@@ -230,6 +228,9 @@ def parse_patch(name: str, data: bytes) -> Patch:
             end = hunk.start + len(hunk.source)
             shift += len(hunk.target) - len(hunk.source)
         diffs.append(FileDiff(path, hunks))
+    # unidiff drops what follows a hunk that is complete by its first line.
+    if sum(line[0] in " +-\\" for line in split_lines(body)) != sum(2 + sum(map(len, item)) for item in parsed):
+        raise _bad(name, "a hunk has more lines than its first line says")
     return Patch(name, data, header, fields, diffs)
 
 

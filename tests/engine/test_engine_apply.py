@@ -395,3 +395,12 @@ def test_an_upgrade_is_revert_then_apply(engine, tmp_path):
     assert snapshot(target) == before
     newer.ok(target)
     assert (target / "vllm/dsv4/table.json").read_bytes() == b"[]\n"
+
+
+def test_an_overlay_file_stays_executable_and_has_no_other_mode_of_its_own(engine, target):
+    source = engine.root / "overlay/common/vllm/dsv4"
+    (source / "main.py").chmod(0o700)
+    (source / "table.json").chmod(0o600)
+    engine.ok(target)
+    modes = [(target / "vllm/dsv4" / name).stat().st_mode & 0o777 for name in ("main.py", "table.json")]
+    assert modes == [0o755, 0o644]

@@ -194,3 +194,16 @@ def test_pip_configuration_is_read(tmp_path, monkeypatch):
     assert (found["find-links"], found["trusted-host"]) == (["/wheels"], ["a.example"])
     monkeypatch.setenv("PIP_INDEX_URL", "https://d.example/simple")
     assert fetch.pip_sources()["index-url"] == ["https://d.example/simple"]
+
+
+def test_a_target_that_another_run_made_meanwhile(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    real = fetch.archive
+
+    def archive(*given):
+        (tmp_path / "tree/mine").mkdir(parents=True)
+        return real(*given)
+
+    monkeypatch.setattr(fetch, "archive", archive)
+    engine.refused("fetch-target-not-empty", "--fetch", RELEASE, tmp_path / "tree")
+    assert [path.name for path in (tmp_path / "tree").iterdir()] == ["mine"]

@@ -649,3 +649,29 @@ def test_a_release_this_repository_no_longer_knows_can_be_taken_off(engine, targ
     assert engine.ok(target, "--status")["state"] == "applied"
     engine.ok(target, "--revert")
     assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("old, new, words", [
+    (b"@@ -2,5 +2,5 @@", b"@@ -2,5 +3,5 @@", "the hunk at line 2 of vllm/config.py is out of place"),
+    (b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,6 @@", "not a unified diff"),
+    (b"@@ -2,5 +2,5 @@", b"@@ -2,4 +2,4 @@", "not a unified diff"),
+])  # fmt: skip
+def test_a_hunk_that_is_not_what_its_first_line_says(engine, target, old, new, words):
+    patch = engine.root / SERIES / "config.patch"
+    assert patch.read_bytes().count(old) == 1
+    patch.write_bytes(patch.read_bytes().replace(old, new))
+    assert words in refused(engine, "bad-series", target)["message"]
+
+
+@pytest.mark.parametrize("more", [b"+lost = 1\n", b" lost\n", b"-- \n2.39\n"])
+def test_lines_behind_the_last_hunk_are_not_dropped(engine, target, more):
+    patch = engine.root / SERIES / "rest.patch"
+    patch.write_bytes(patch.read_bytes() + more)
+    assert "more lines than its first line says" in refused(engine, "bad-series", target)["message"]
+
+
+def test_tags_of_one_s_own_are_no_releases(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    git(target, "commit", "--allow-empty", "-m", "own work")
+    git(target, "tag", "v2.0.0-mine")
+    assert engine.ok(target, "--check")["release"] == RELEASE

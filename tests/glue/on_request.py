@@ -18,12 +18,12 @@ RELEASE = RECORD["release"]
 ON_REQUEST = {series.name: series for series in series_of(ROOT, RELEASE) if series.name not in RECORD["series"]}
 
 
-def tree_with(folder, *names):
-    """A copy of the tree, in `folder`, with these series too."""
+def tree_with(folder, *names, beside=RECORD["series"]):
+    """A copy of the tree, in `folder`, with these series too, or `beside` no others."""
     shutil.copytree(TREE / "vllm", folder / "vllm")
     for file in ("PKG-INFO", "pyproject.toml"):
         shutil.copy(TREE / file, folder)
     engine = Engine(ROOT)
     engine.ok(folder, "--revert")
-    engine.ok(folder, *(f"--series={name}" for name in [*RECORD["series"], *names]))
+    engine.ok(folder, *(f"--series={name}" for name in [*beside, *names]))
     return folder

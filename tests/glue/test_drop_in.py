@@ -10,6 +10,7 @@ import json
 import sys
 import types
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -366,6 +367,7 @@ def test_callers_of_the_release(applied, ops):
 @pytest.mark.parametrize("rows", ["v4", "v32", "bf16"])
 def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
     assert [drop_in.padded_heads(heads, 64, rows) for heads in (1, 4, 8, 12, 16)] == [8, 8, 8, 16, 16]
+    assert drop_in._narrow  # so that a call which is not served is padded for FlashMLA
     assert drop_in.padded_heads(64, 64, rows) == 64
     assert drop_in.padded_heads(128, 128, rows) == 128
     assert drop_in.padded_heads(128, 64, rows) == 64  # prefill is padded to a multiple
@@ -486,8 +488,24 @@ def test_fp8_experts_need_their_series(monkeypatch, tmp_path):
     assert drop_in.switched_on({"dsv4_fp8_experts": 512})
 
 
+def test_scales_need_their_series(monkeypatch):
+    """As by the wheel, and on releases that have the drop-in only."""
+    monkeypatch.setattr(drop_in, "CacheDType", Literal["auto", "fp8"])
+    with pytest.raises(ValueError, match=r"^dsv4_scales .* series full-width, which is not applied\.$"):
+        drop_in.switched_on({"dsv4_scales": "file"})
+
+
+def test_scales_of_their_series_are_its_own(applied):
+    """Which says more of them, if it is applied."""
+    if "full-width" in json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())["series"]:
+        assert drop_in.switched_on({"dsv4_scales": "file"})
+    else:
+        with pytest.raises(ValueError, match="series full-width"):
+            drop_in.switched_on({"dsv4_scales": "file"})
+
+
 def test_options_of_others_are_theirs():
-    assert drop_in.switched_on({"torchair": 1, "dsv4_scales": "file", "dsv4_drop_in_widths": {"v4": 8}})
+    assert drop_in.switched_on({"torchair": 1, "dsv4_drop_in_widths": {"v4": 8}})
 
 
 def test_the_decision_is_made_once(hopper, monkeypatch, log):

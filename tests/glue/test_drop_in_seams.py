@@ -69,9 +69,10 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     added = {file["path"] for file in report["files"] if file["action"] == "added"}
     of_marlin = {"small-kernels"} if any(path.endswith("/marlin_moe.py") for path in touched) else set()
     for file, users in {
-        "vllm/dsv4_overlay/backend.py": {"full-width", "sparse-mla"},
+        "vllm/dsv4_overlay/backend.py": {"full-width"},
         "vllm/dsv4_overlay/experts.py": {"humming-experts"},
         "vllm/dsv4_overlay/fp8_experts.py": {"fp8-experts"},
+        "vllm/dsv4_overlay/overriding.py": {"full-width", "sparse-mla"},
         "vllm/dsv4_overlay/quantised_linears.py": {"quantised-linears"},
         "vllm/dsv4_overlay/sparse_mla.py": {"sparse-mla"},
         "vllm/third_party/mla_kernels/native.py": {"drop-in", "full-width", "sparse-mla"} | of_marlin,

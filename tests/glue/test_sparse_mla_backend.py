@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import sparse_mla_series
 import torch
+from on_request import tree_with
 from sparse_mla_series import tree_with_series  # noqa: F401
 from test_real_config import LLAMA, V4, on_hopper
 from vllm.platforms.interface import DeviceCapability
@@ -455,6 +456,22 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models
             assert answer["selected"] == OURS
 
 
+def test_the_series_alone(tmp_path, models):
+    """As docs/releases.md applies it: 0.22.1 has none of the names that the other series add for V4."""
+    tree = tree_with(tmp_path, sparse_mla_series.NAME, beside=())
+    asked = [request(models, "v32", options) for options in ({}, {"attention_backend": "MLA_KERNELS_SPARSE"})]
+    for answer in on_hopper(tree, models, asked, "9.0" if NEWER else "8.0")[NEWER:]:
+        assert answer["selected"] == OURS
+
+
+def test_other_models_need_no_triton(tree_with_series):  # noqa: F811
+    """What vLLM imports for any model's configuration."""
+    code = "import sys; sys.modules['triton'] = None; from vllm.dsv4_overlay import sparse_mla"
+    env = os.environ | {"PYTHONPATH": str(tree_with_series), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
 def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
     """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""
@@ -508,13 +525,16 @@ WHOLE = f"reads whole sequences on each GPU {WHERE}; leave --decode-context-para
         ({"dcp": 2, "heads": 64, "prefill": "workspace"}, WHOLE),
         ({"dcp": 4, "heads": 64}, "has at most 128 heads on a GPU, and --decode-context-parallel-size 4 gathers "
          "256; lower it or raise --tensor-parallel-size." if NEWER else WHOLE),
+        ({"pcp": 2}, None),
+        ({"dcp": 2, "heads": 64, "pcp": 2}, "does not serve both kinds of context parallelism at once; leave "
+         "--decode-context-parallel-size or --prefill-context-parallel-size at 1."),
         ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
         ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
          "in_place or workspace."),
     ],
 )  # fmt: skip
 def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
-    given = SimpleNamespace(**{"dcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
+    given = SimpleNamespace(**{"dcp": 1, "pcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
@@ -524,7 +544,9 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
             get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: given.heads,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=given.dcp, prefill_context_parallel_size=given.pcp
+        ),
         additional_config={"sparse_mla_prefill": given.prefill},
     )  # fmt: skip
     if sentence:

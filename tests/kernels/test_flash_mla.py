@@ -17,8 +17,12 @@ LSE = 2e-5
 # Its kernel with 64 heads on M rounds scales and values of 656-byte rows to fp16 (FlashMLA rounds values to BF16),
 # and scores are of these rows. The whole error stays below 2e-3, of which 1.66e-3 are the output's own rounding.
 ROUNDED_ROWS = {"excess": 1e-3, "lse": 4e-3}
-# Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132.
-BLOCKS_OF_64 = [(20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152)]
+# Calls for that kernel. Keys of all items (a token and up to 64 of its heads) are divided, or of those beyond 132,
+# or none; outputs of the last two are more than half of the L2 cache.
+BLOCKS_OF_64 = [
+    (20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152), (80, 64, 300),
+    (520, 64, 70), (265, 128, 300),
+]  # fmt: skip
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
 
@@ -49,12 +53,17 @@ class Cache:
     `cache` is as the calls take it, and its blocks do not lie side by side; `keys` are its rows in float64.
     """
 
-    def __init__(self, rows, blocks, block_size, gen, magnitude):
+    def __init__(self, rows, blocks, block_size, gen, magnitude, spread=0):
         count = blocks * block_size
         rope = (torch.randn(count, 64, generator=gen) * magnitude).to(BF16)
+        smaller = torch.zeros(count, 1).int()
+        if spread:
+            smaller = torch.randint(0, spread + 1, (count, 1), generator=gen)
+        by = torch.exp2(-smaller.float())  # of a row: a power of two
+        rope = (rope * by).to(BF16)
         if rows == "584":
             nope = random_e4m3(gen, count, 448)
-            scales = torch.randint(122, 129, (count, 7), generator=gen) + round(math.log2(magnitude))
+            scales = torch.randint(122, 129, (count, 7), generator=gen) + round(math.log2(magnitude)) - smaller
             keys = nope.double() * torch.exp2(scales.double() - 127).repeat_interleave(64, 1)
             values = torch.cat([nope.view(torch.uint8), rope.view(torch.uint8)], 1)
             scales = torch.nn.functional.pad(scales.to(torch.uint8), (0, 1), value=255)
@@ -62,12 +71,12 @@ class Cache:
             stride = -(-packed.shape[1] // 576) * 576 + 576
         elif rows == "656":
             nope = random_e4m3(gen, count, 512)
-            scales = (torch.rand(count, 4, generator=gen) + 0.1) * magnitude
+            scales = (torch.rand(count, 4, generator=gen) + 0.1) * magnitude * by
             keys = nope.double() * scales.double().repeat_interleave(128, 1)
             packed = torch.cat([x.view(torch.uint8) for x in (nope, scales, rope)], 1).view(blocks, -1)
             stride = packed.shape[1] + 656
         else:
-            nope = (torch.randn(count, int(rows) - 64, generator=gen) * magnitude).to(BF16)
+            nope = (torch.randn(count, int(rows) - 64, generator=gen) * magnitude * by).to(BF16)
             keys = nope.double()
             packed = torch.cat([nope, rope], 1).view(torch.uint8).view(blocks, -1)
             stride = packed.shape[1]
@@ -103,7 +112,7 @@ class Case:
     """A call of either function, and what it is to give in float64; indices and lengths may be changed before."""
 
     def __init__(self, rows, device, *, batch=3, q_len=1, heads=8, columns=70, extra=None, sinks=True, seed=0,
-                 block_size=8, magnitude=1.0, scale=0.1):  # fmt: skip
+                 block_size=8, magnitude=1.0, spread=0, scale=0.1):  # fmt: skip
         gen = torch.Generator().manual_seed(seed)
         self.rows, self.device, self.scale, self.gen = rows, device, scale, gen
         self.dim = 576 if rows in ("656", "576") else 512
@@ -111,7 +120,7 @@ class Case:
         self.sinks = torch.randn(heads, generator=gen) if sinks else None
         self.pools = []
         for width, size in ((columns, block_size), (extra, 2 * block_size + 1))[: 1 if extra is None else 2]:
-            cache = Cache(rows, 13, size, gen, magnitude)
+            cache = Cache(rows, 13, size, gen, magnitude, spread)
             # A half of the rows is nobody's.
             mine = torch.randperm(13 * size, generator=gen)[: 13 * size // 2].int()
             indices = mine[torch.randint(0, len(mine), (batch, q_len, width), generator=gen)]
@@ -210,6 +219,9 @@ class Case:
 
 SHAPES = [(1, 64), (5, 40), (40, 32), (140, 64), (140, 128), (300, 16)]
 ON_GPU = [pytest.param(*shape, marks=pytest.mark.gpu) for shape in SHAPES]
+# A small call anywhere; on the GPU 64 heads a block, where 4 tiles of items beyond 132 are divided.
+SMALL_AND_64_HEADS = [(3, 8), pytest.param(140, 64, marks=pytest.mark.gpu)]
+WITH_COLUMNS = [(3, 8, 70), pytest.param(140, 64, 200, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 33, 128])
@@ -262,25 +274,36 @@ def test_lengths(device, provider, rows, extra):
     assert not out[4].any() and not out[6].any()
 
 
-def test_without_lengths_and_sinks(device, provider, rows):
-    case = Case(rows, device, sinks=False, extra=9 if rows in PACKED else None, seed=4)
+@pytest.mark.parametrize("batch, heads, columns", WITH_COLUMNS)
+def test_without_lengths_and_sinks(device, provider, rows, batch, heads, columns):
+    extra = 9 if rows in PACKED else None
+    case = Case(rows, device, batch=batch, heads=heads, columns=columns, sinks=False, extra=extra, seed=4)
     for pool in case.pools:
         pool[2] = None
     case.check(provider)
 
 
+@pytest.mark.parametrize("columns", [0, 1])
+@pytest.mark.parametrize("batch, heads", SMALL_AND_64_HEADS)
+def test_next_to_no_columns(device, provider, rows, batch, heads, columns):
+    Case(rows, device, batch=batch, heads=heads, columns=columns, seed=18).check(provider)
+
+
+@pytest.mark.parametrize("batch, heads, columns", WITH_COLUMNS)
 @pytest.mark.parametrize("sink", [5.0, -math.inf, math.inf])
-def test_sinks(device, provider, rows, sink):
-    """Of +inf the output is 0, of -inf as without; lse and max_logits have none. One token has no key."""
-    case = Case(rows, device, seed=5)
+def test_sinks(device, provider, rows, sink, batch, heads, columns):
+    """Of +inf the output is 0, of -inf as without; lse and max_logits have none. Two tokens have no key."""
+    case = Case(rows, device, batch=batch, heads=heads, columns=columns, seed=5)
     case.sinks[::2] = sink
-    case.pools[0][2][0] = 0
+    case.pools[0][2][[0, -1]] = 0
     case.check(provider)
 
 
-def test_several_queries_a_request(device, provider, rows):
+@pytest.mark.parametrize("batch, heads, columns", [(3, 8, 70), pytest.param(47, 64, 200, marks=pytest.mark.gpu)])
+def test_several_queries_a_request(device, provider, rows, batch, heads, columns):
     """Lengths are of requests, indices of queries."""
-    Case(rows, device, batch=3, q_len=3, extra=20 if rows in PACKED else None, seed=6).check(provider)
+    extra = 20 if rows in PACKED else None
+    Case(rows, device, batch=batch, q_len=3, heads=heads, columns=columns, extra=extra, seed=6).check(provider)
 
 
 @pytest.mark.gpu
@@ -312,6 +335,20 @@ def test_strided_query_and_out(device, provider, rows, batch, heads):
     assert (out[:, :, heads:] == 7).all() and (out[..., 512:] == 7).all()
 
 
+@pytest.mark.parametrize("order", ["one query", "heads first"])
+@pytest.mark.parametrize("batch, heads", [*SMALL_AND_64_HEADS, pytest.param(70, 100, marks=pytest.mark.gpu)])
+def test_queries_in_any_order(device, provider, rows, batch, heads, order):
+    """Strides that a tensor map cannot have: 0, and a token's below a head's."""
+    case = Case(rows, device, batch=batch, heads=heads, columns=330, seed=19)
+    if order == "one query":
+        case.query = case.query[:1].expand_as(case.query)
+        query = case.query[:1].to(device).expand_as(case.query)
+    else:
+        query = case.query.transpose(0, 2).contiguous().to(device).transpose(0, 2)
+    assert query.stride(0) in (0, case.dim) and query.shape == case.query.shape
+    case.check(provider, query=query)
+
+
 @pytest.mark.parametrize("packed", PACKED)
 def test_outputs_that_cannot_be_flattened(device, provider, packed):
     case = Case(packed, device, batch=2, q_len=2, seed=8)
@@ -332,6 +369,22 @@ def test_large_and_small_rows_and_scores(device, provider, rows, magnitude, scal
     Case(rows, device, heads=16, magnitude=magnitude, scale=scale, seed=10).check(provider)
 
 
+@pytest.mark.parametrize("order", ["mixed", "rising"])
+@pytest.mark.parametrize("batch, heads", SMALL_AND_64_HEADS)
+def test_rows_of_different_magnitudes(device, provider, rows, batch, heads, order):
+    """Rows beside each other are up to 2^60 apart; or a token's rows grow, and their scores with them."""
+    scale = 0.1 if rows in PACKED else 0.4
+    case = Case(
+        rows, device, batch=batch, heads=heads, columns=500, block_size=64, spread=60, scale=scale, seed=20
+    )
+    cache, indices, lengths = case.pools[0]
+    lengths[batch // 2 :] = 500
+    if order == "rising":
+        size = cache.keys.norm(dim=1)[indices.long()]
+        case.pools[0][1] = indices.take_along_dim(size.argsort(dim=-1), -1)
+    case.check(provider)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_splits_agree_with_the_definition(device, monkeypatch, rows, splits):
     monkeypatch.setattr(triton_sparse_mla, "_num_splits", lambda *_: splits)
@@ -345,14 +398,17 @@ def test_e4m3_by_integers(device, monkeypatch, packed):
     Case(packed, device, seed=12).check("triton")
 
 
-def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows):
+@pytest.mark.parametrize("batch, heads, columns", WITH_COLUMNS)
+@pytest.mark.parametrize("token", [0, -1])
+def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows, batch, heads, columns, token):
     """The row is NaN in one dimension: so are the scores of its token, and no other token's."""
-    case = Case(rows, device, seed=13)
+    case = Case(rows, device, batch=batch, heads=heads, columns=columns, seed=13)
     cache, indices, lengths = case.pools[0]
-    lengths[:] = 70
-    indices[1:][indices[1:] == indices[0, 0, 0]] = -1
+    lengths[:] = columns
+    row = int(indices[token, 0, 0])
+    others = torch.arange(batch) != token % batch
+    indices[(indices == row) & others[:, None, None]] = -1
     on = cache.on
-    row = int(indices[0, 0, 0])
 
     def spoiled(*args):
         tensor = on(*args)
@@ -365,8 +421,8 @@ def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows):
 
     cache.on = spoiled
     out, lse, _ = case.run(provider)
-    assert out[0].isnan().all() and lse[0].isnan().all()
-    assert not out[1:].isnan().any()
+    assert out[token].isnan().all() and lse[token].isnan().all()
+    assert not out[others.to(out.device)].isnan().any()
 
 
 @pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])

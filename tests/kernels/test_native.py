@@ -390,7 +390,7 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
     (3, ints(3, 192), "indices must be [2, 128 or more"),
     (3, ints(2, 64), "indices must be [2, 128 or more"),
     (3, ints(2, 130), "indices must be [2, 128 or more, a multiple of 4]"),
-    (3, ints(2, 192).long(), "indices must be [2, 128 or more, a multiple of 4] int32"),
+    (3, ints(2, 192).long(), "indices must be [2, 128 to 2^29, a multiple of 4] int32"),
     (3, ints(192, 2).T, "indices must be [2, 128 or more"),
     (4, ints(3), "topk_lens must be [2] int32"),
     (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
@@ -411,6 +411,60 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
     (9, elsewhere(torch.ones(1)), "bmm2_scale must be on the device of q"),
     (0, good[0], "q must be on a CUDA GPU"),
 ))
+packed, many = torch.zeros(4, 64, 656, dtype=torch.uint8), torch.empty(1, (1 << 29) + 4, dtype=torch.int32)
+few = (heads[:1], pool, pool, many, ints(1), ints(1), heads[:1], *none, 1.0, 1.0)
+refuse(native_kernel("sparse_mla_sm90"), few, ((3, many, "indices must be [1, 128 or more, a multiple of 4]"),))
+attend = native_kernel("sparse_mla_rows_sm90")
+q, floats = rows(2, 8, 576), torch.zeros
+good = [q, packed, ints(2, 70), ints(2), packed, ints(2, 9), ints(2), heads, floats(8), None, floats(2, 8), 3, 1.0]
+refuse(attend, good, (
+    (11, 5, "there is no row format 5."),
+    (11, -1, "there is no row format -1."),
+    (11, 2, "q must be [tokens, heads, 512] bf16, got [2, 8, 576]."),
+    (11, 4, "a cache must be [blocks, block_size, 1152 bytes], got [4, 64, 656]."),
+    (0, q.half(), "q must be [tokens, heads, 576] bf16"),
+    (0, rows(2, 576, 8).mT, "q must be [tokens, heads, 576] bf16"),
+    (0, rows(2, 129, 576), "q must have 1 to 128 heads, got 129."),
+    (0, rows(2, 8, 580)[..., :576], "q and out must have heads that start at multiples of 16 bytes"),
+    (0, rows(1, 8, 576).expand(1 << 24, 8, 576), "q has too many tokens: 16777216."),
+    (1, packed[..., :640], "a cache must be [blocks, block_size, 656 bytes], got [4, 64, 640]."),
+    (1, packed.half(), "a cache must be [blocks, block_size, 656 bytes]"),
+    (1, packed[:, :0], "a cache must be [blocks, block_size, 656 bytes], got [4, 0, 656]."),
+    (1, packed.view(2, 128, 656)[:, ::2], "a block of packed rows must be in one piece."),
+    (1, packed.view(-1)[8 : 8 + 656].view(1, 1, 656), "a cache must have blocks and rows that start at"),
+    (2, ints(3, 70), "indices must be [2, columns, up to 2^29] int32, got [3, 70]."),
+    (2, ints(2, 70).long(), "indices must be [2, columns, up to 2^29] int32"),
+    (2, ints(70, 2).T, "indices must be [2, columns, up to 2^29] int32"),
+    (3, ints(3), "lengths must be [2] int32"),
+    (3, ints(4)[::2], "lengths must be [2] int32, contiguous"),
+    (4, None, "a second cache and its indices go together."),
+    (5, None, "a second cache and its indices go together."),
+    (6, ints(0), "there are lengths for 0 of 2 tokens."),
+    (6, ints(3), "there are lengths for 3 of 2 tokens."),
+    (7, rows(2, 8, 576), "out must be [2, 8, 512] bf16, got [2, 8, 576]."),
+    (7, rows(2, 8, 516)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
+    (8, floats(7), "sinks must be contiguous fp32 for each head."),
+    (8, floats(16)[::2], "sinks must be contiguous fp32 for each head."),
+    (9, floats(2, 7), "max_logits must be contiguous fp32 for each head."),
+    (10, floats(16), "lse must be contiguous fp32 for each head."),
+    (1, elsewhere(packed), "cache must be on the device of q"),
+    (2, elsewhere(good[2]), "indices must be on the device of q"),
+    (3, elsewhere(ints(2)), "lengths must be on the device of q"),
+    (4, elsewhere(packed), "extra_cache must be on the device of q"),
+    (5, elsewhere(good[5]), "extra_indices must be on the device of q"),
+    (6, elsewhere(ints(2)), "extra_lengths must be on the device of q"),
+    (7, elsewhere(heads), "out must be on the device of q"),
+    (8, elsewhere(floats(8)), "sinks must be on the device of q"),
+    (10, elsewhere(floats(2, 8)), "lse must be on the device of q"),
+    (0, q, "q must be on a CUDA GPU"),
+))
+refuse(attend, [*good[:9], floats(2, 8), floats(2, 8), *good[11:]], ((10, None, "max_logits come with lse."),))
+one = [q[:1], packed, many, *none, None, heads[:1], *none, 3, 1.0]
+served = "must be on a CUDA GPU"  # if there were one
+refuse(attend, one, ((2, many, "indices must be [1, columns, up to 2^29] int32"), (2, many[:, :-4], served)))
+block = torch.empty(1, 1 << 22, 584, dtype=torch.uint8)
+one[:3], one[11] = [heads[:1], block, ints(1, 70)], 2
+refuse(attend, one, ((1, block, "a block has too many rows: 4194304."), (1, block[:, :-1], served)))
 slots = native_kernel("request_rows_to_slots_sm90")
 good = [ints(2, 96), ints(3), ints(4, 8), 64, ints(2), ints(5), ints(2, 96)]
 refuse(slots, good, (

@@ -46,15 +46,22 @@ check([(16, 64), (140, 64)], bf16, mixed, prepare=heads_first)
 check([(600, 64), (1100, 32), (2100, 16)], bf16, mixed, width=128 + 64)  # outputs larger than half the L2 cache
 
 for rows in test_flash_mla.FORMATS:
-    for batch, heads, columns in (
-        (1, 64, 200), (5, 40, 200), (40, 128, 200), (140, 16, 200), (20, 50, 2048), (140, 64, 400)):
+    for batch, heads, columns, spread in (
+        (1, 64, 200, 0), (5, 40, 200, 0), (40, 128, 200, 0), (140, 16, 200, 0), (20, 50, 2048, 0),
+        (140, 64, 400, 0),
+        (140, 64, 200, 60),  # rows of one tile have powers of their own, and q is no tensor map
+        (520, 64, 50, 0),  # outputs larger than half the L2 cache
+    ):
         extra = 40 if rows in test_flash_mla.PACKED else None
         case = test_flash_mla.Case(
-            rows, torch.device("cuda"), batch=batch, heads=heads, columns=columns, extra=extra)
+            rows, torch.device("cuda"), batch=batch, heads=heads, columns=columns, extra=extra, spread=spread)
         for cache, indices, lengths in case.pools:
             indices[::2, :, ::3] = len(cache.keys)  # rows outside the cache
             lengths[1::4] = 0
-        case.check("sm90")
+        query = case.query.cuda()
+        if spread:
+            query = query.transpose(0, 2).contiguous().transpose(0, 2)
+        case.check("sm90", query=query)
 torch.cuda.synchronize()
 """
 

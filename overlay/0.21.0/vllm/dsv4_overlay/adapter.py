@@ -5,7 +5,8 @@
 from typing import Any
 
 import torch
-from vllm.dsv4_overlay.backend import FullCacheBackend, overriding
+from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.overriding import overriding
 from vllm.v1.attention.backends.mla.flashmla_sparse import (
     DeepseekV4FlashMLASparseBackend,
 )

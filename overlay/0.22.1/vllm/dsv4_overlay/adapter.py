@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.backend import FullCacheBackend, overriding
+from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.overriding import overriding
 from vllm.models.deepseek_v4.nvidia.flashmla import (
     DeepseekV4FlashMLASparseBackend,
     DeepseekV4SparseMLAAttentionImpl,

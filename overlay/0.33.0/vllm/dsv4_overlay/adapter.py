@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from vllm.dsv4_overlay import attention
-from vllm.dsv4_overlay.backend import FullCacheBackend, overriding, require
+from vllm.dsv4_overlay.backend import FullCacheBackend
+from vllm.dsv4_overlay.overriding import overriding, require
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend

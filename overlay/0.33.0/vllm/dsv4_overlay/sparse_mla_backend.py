@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.dsv4_overlay.backend import overriding
+from vllm.dsv4_overlay.overriding import overriding
 from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, workspace_rows
 from vllm.dsv4_overlay.sparse_mla_attention import (
     SeparatePrefills,

@@ -5,53 +5,14 @@ has the rest."""
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import CacheConfig, VllmConfig
 from vllm.dsv4_overlay.config import ACCEPTED_DTYPES, is_full_cache, storage_dtype
+from vllm.dsv4_overlay.overriding import overriding, require
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
-
-
-def require(owner: object, name: str) -> None:
-    """Refuse a vLLM whose class or object has no `name`, which the overlay replaces:
-    its own would run instead.
-
-    Raises:
-        RuntimeError: one sentence.
-    """
-    cls = owner if isinstance(owner, type) else type(owner)
-    declared = any(
-        name in vars(base).get("__annotations__", {}) for base in cls.__mro__
-    )
-    if not hasattr(owner, name) and not declared:
-        raise RuntimeError(
-            f"{cls.__module__}.{cls.__name__} of this vLLM has no {name}, which "
-            "vllm-dsv4-overlay replaces; "
-            "scripts/apply-patches.sh --status says what differs from the release it "
-            "is for."
-        )
-
-
-def overriding(*added: str) -> Callable[[type], type]:
-    """Decorate a class derived from vLLM's: all that it defines, but for `added`, is
-    there to be overridden."""
-
-    def check(cls: type) -> type:
-        ours = [
-            base
-            for base in cls.__mro__
-            if base.__module__.startswith("vllm.dsv4_overlay.")
-        ]
-        theirs = next(base for base in cls.__mro__ if base not in ours)
-        for name in {name for base in ours for name in vars(base)}.difference(added):
-            if not name.startswith("__"):
-                require(theirs, name)
-        return cls
-
-    return check
 
 
 class FullCacheBackend:

@@ -15,19 +15,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
+from vllm.config.cache import CacheDType
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
-_FP8_EXPERTS = "dsv4_fp8_experts"
-_OPTIONS = (SETTING, "dsv4_scales", _FP8_EXPERTS)
+_SCALES, _FP8_EXPERTS = "dsv4_scales", "dsv4_fp8_experts"
+_OPTIONS = (SETTING, _SCALES, _FP8_EXPERTS)
 _PROVIDER = "sm90"
 # The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
 # rows and prefills over BF16; V3.2 pads either call by itself.
@@ -197,11 +198,15 @@ def switched_on(additional_config: object) -> bool:
                 f"--additional-config has no option {name}; those of the overlay are "
                 f"{', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}."
             )
-    if _FP8_EXPERTS in options and not _has_fp8_experts():
-        raise ValueError(
-            f"{_FP8_EXPERTS} in --additional-config needs the series fp8-experts, "
-            "which is not applied."
-        )
+    for name, series, applied in (
+        (_SCALES, "full-width", _has_full_width),
+        (_FP8_EXPERTS, "fp8-experts", _has_fp8_experts),
+    ):
+        if name in options and not applied():
+            raise ValueError(
+                f"{name} in --additional-config needs the series {series}, which is "
+                "not applied."
+            )
     setting = options.get(SETTING)
     if not (setting is None or isinstance(setting, bool)):
         raise ValueError(
@@ -209,6 +214,10 @@ def switched_on(additional_config: object) -> bool:
             "false, which leaves sparse attention to FlashMLA."
         )
     return value != "0" and setting is not False
+
+
+def _has_full_width() -> bool:
+    return "fp8_per_tensor" in get_args(CacheDType)  # the name that it adds
 
 
 def _has_fp8_experts() -> bool:

@@ -11,7 +11,6 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.third_party.mla_kernels import MAX_HEADS
 from vllm.v1.attention.backend import AttentionBackend
 
 SPARSE_MLA = "MLA_KERNELS_SPARSE"
@@ -100,6 +99,10 @@ def verify_config(vllm_config: VllmConfig) -> None:
 def refusal(config: VllmConfig) -> str | None:
     """Why MLA_KERNELS_SPARSE cannot serve this configuration on any GPU, a sentence, or
     None."""
+    # Not at the top: this module is imported for every model, also where there is no
+    # Triton.
+    from vllm.third_party.mla_kernels import MAX_HEADS
+
     model, cache = config.model_config, config.cache_config
     hf_config = model.hf_text_config
     indexed = hasattr(hf_config, "index_topk")
@@ -147,7 +150,16 @@ def refusal(config: VllmConfig) -> str | None:
             f"{SPARSE_MLA} knows no {PREFILL} {prefill!r} in --additional-config; it "
             f"may be {' or '.join(_PREFILLS)}."
         )
-    gpus = config.parallel_config.decode_context_parallel_size
+    parallel = config.parallel_config
+    gpus = parallel.decode_context_parallel_size
+    if gpus > 1 and parallel.prefill_context_parallel_size > 1:
+        # vLLM merges what GPUs attended to for the same tokens. Here each would have
+        # other tokens of a prefill, and but a share of its rows.
+        return (
+            f"{SPARSE_MLA} does not serve both kinds of context parallelism at once; "
+            "leave --decode-context-parallel-size or --prefill-context-parallel-size "
+            "at 1."
+        )
     if gpus > 1 and not (_HAS_DCP and prefill == "in_place"):
         where = f'with {PREFILL} "{prefill}"' if _HAS_DCP else "in this release of vLLM"
         return (
