@@ -387,11 +387,11 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
     (1, pool.half(), "the SWA pool must be [pages, page, 512] bf16 or float8_e4m3fn"),
     (2, pool.to(e4m3), "the compressed pool must be"),
     (2, rows(4, 512, 64).mT, "the compressed pool must be"),
-    (3, ints(3, 192), "indices must be [2, 128 or more"),
-    (3, ints(2, 64), "indices must be [2, 128 or more"),
-    (3, ints(2, 130), "indices must be [2, 128 or more, a multiple of 4]"),
+    (3, ints(3, 192), "indices must be [2, 128 to 2^29"),
+    (3, ints(2, 64), "indices must be [2, 128 to 2^29"),
+    (3, ints(2, 130), "indices must be [2, 128 to 2^29, a multiple of 4]"),
     (3, ints(2, 192).long(), "indices must be [2, 128 to 2^29, a multiple of 4] int32"),
-    (3, ints(192, 2).T, "indices must be [2, 128 or more"),
+    (3, ints(192, 2).T, "indices must be [2, 128 to 2^29"),
     (4, ints(3), "topk_lens must be [2] int32"),
     (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
     (5, ints(2).long(), "visible must be [2] int32"),
@@ -413,7 +413,7 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
 ))
 packed, many = torch.zeros(4, 64, 656, dtype=torch.uint8), torch.empty(1, (1 << 29) + 4, dtype=torch.int32)
 few = (heads[:1], pool, pool, many, ints(1), ints(1), heads[:1], *none, 1.0, 1.0)
-refuse(native_kernel("sparse_mla_sm90"), few, ((3, many, "indices must be [1, 128 or more, a multiple of 4]"),))
+refuse(native_kernel("sparse_mla_sm90"), few, ((3, many, "indices must be [1, 128 to 2^29, a multiple of 4]"),))
 attend = native_kernel("sparse_mla_rows_sm90")
 q, floats = rows(2, 8, 576), torch.zeros
 good = [q, packed, ints(2, 70), ints(2), packed, ints(2, 9), ints(2), heads, floats(8), None, floats(2, 8), 3, 1.0]
