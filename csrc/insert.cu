@@ -12,6 +12,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include "sm90_ptx.cuh"
+
 // From how many heads in all a warp takes two: half the warps, and positions and cosines are read once for both.
 #ifndef MLA_INSERT_PAIRS_FROM
 #define MLA_INSERT_PAIRS_FROM 32768
@@ -367,20 +369,8 @@ cudaError_t launch(Params& p, cudaStream_t stream) {
   const auto kernel = pairs        ? insert_kernel<kQFp8, kCacheFp8, 2, true>
                       : is_aligned ? insert_kernel<kQFp8, kCacheFp8, 1, true>
                                    : insert_kernel<kQFp8, kCacheFp8, 1, false>;
-
-  int device = 0, major = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.blockDim = dim3(32, kWarps);
-  config.gridDim = dim3((p.num_slots + p.q_work + kWarps - 1) / kWarps);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const dim3 blocks((p.num_slots + p.q_work + kWarps - 1) / kWarps);
+  return launch_overlapping(kernel, p, blocks, dim3(32, kWarps), stream);
 }
 
 }  // namespace

@@ -69,20 +69,9 @@ bool is_aligned(const int32_t* x, int64_t stride) {
 }  // namespace
 
 cudaError_t launch_slots(const Slots& call, cudaStream_t stream) {
-  int device = 0, major = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(call.tokens, (call.columns + kThreads * kWidth - 1) / (kThreads * kWidth));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
   const bool aligned = is_aligned(call.rows, call.rows_stride) && is_aligned(call.out, call.out_stride);
-  return cudaLaunchKernelEx(&config, aligned ? slots_kernel<true> : slots_kernel<false>, call);
+  const dim3 blocks(call.tokens, (call.columns + kThreads * kWidth - 1) / (kThreads * kWidth));
+  return launch_overlapping(aligned ? slots_kernel<true> : slots_kernel<false>, call, blocks, kThreads, stream);
 }
 
 }  // namespace mla

@@ -158,4 +158,22 @@ cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_b
   return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 
+// Launches of any GPU; from Hopper on a kernel begins while the one before still runs, and waits by itself.
+template <typename Kernel, typename Params>
+cudaError_t launch_overlapping(Kernel* kernel, const Params& p, dim3 blocks, dim3 threads, cudaStream_t stream) {
+  int device = 0, major = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
 }  // namespace mla
