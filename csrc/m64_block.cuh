@@ -74,15 +74,14 @@ __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint3
 
 template <bool FP8>
 struct Layout {
-  static constexpr int kTerms = FP8 ? 1 : 2;  // BF16 weights come as high and low part
-  static constexpr int kSecondQ = 2 * kTileBytes;                     // second half of the dimensions
-  static constexpr int kRaw = kSecondQ + kTileBytes / 2;              // [kTile] rows, if E4M3
-  static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);    // [2][kTerms]
-  static constexpr int kStage = kWeights + 2 * kTerms * kBlockBytes;  // [8 warps][16 heads][64 dimensions]
-  static constexpr int kMaximum = kStage + 8 * 16 * 128;              // [2 weights][kHeads]
-  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;           // [items, even and odd][kHeads]
-  static constexpr int kKind = kFactor + 2 * kHeads * 4;              // [4 entries]
-  static constexpr int kThere = kKind + 4 * 4;                        // [4 entries]: a bit for every row
+  static constexpr int kSecondQ = 2 * kTileBytes;                   // second half of the dimensions
+  static constexpr int kRaw = kSecondQ + kTileBytes / 2;            // [kTile] rows, if E4M3
+  static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);  // [2]
+  static constexpr int kStage = kWeights + 2 * kBlockBytes;         // [8 warps][16 heads][64 dimensions]
+  static constexpr int kMaximum = kStage + 8 * 16 * 128;            // [2 weights][kHeads]
+  static constexpr int kFactor = kMaximum + 2 * kHeads * 4;         // [items, even and odd][kHeads]
+  static constexpr int kKind = kFactor + 2 * kHeads * 4;            // [4 entries]
+  static constexpr int kThere = kKind + 4 * 4;                      // [4 entries]: a bit for every row
   static constexpr int kBarriers = kThere + 4 * 8;
   static constexpr int kTotal = kBarriers + 16 * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");

@@ -30,22 +30,22 @@ struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kPacked = R::kNarrow > 0;     // operands are fp16, and else BF16
   static constexpr bool kHasTail = R::kDims > kDim;   // 64 dimensions of keys alone, BF16
-  static constexpr int kTerms = kPacked ? 1 : 2;      // BF16 weights come as high and low part
   static constexpr int kOutputRegisters = 160;
   static constexpr int kScoreRegisters = !kPacked ? 152 : kHasTail ? 144 : 128;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kTail = 2 * kTileBytes;        // [2 slots]
   static constexpr int kSecondQ = kTail + (kHasTail ? 2 * kBlockBytes : 0);  // dimensions 256 to 511
   static constexpr int kRaw = kSecondQ + kTileBytes / 2;                     // [kTile] narrow parts of rows
-  static constexpr int kWeights = kRaw + kTile * R::kNarrow;                 // [2][kTerms]
-  static constexpr int kMaximum = kWeights + 2 * kTerms * kBlockBytes;       // [2 weights][kHeads]
+  static constexpr int kWeights = kRaw + kTile * R::kNarrow;                 // [2]
+  static constexpr int kMaximum = kWeights + 2 * kBlockBytes;                // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;                  // [items, even and odd][kHeads]
   // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
   // Wide parts that are values, [4 warps][4][32 lanes].
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
-  // the exponent of a float32; 0 of a missing row. Of BF16 rows [4 entries], a bit for every row.
+  // the exponent of a float32; 0 of a missing row. Only of those that have no common one. Of BF16 rows [4 entries], a
+  // bit for every row.
   static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;

@@ -87,31 +87,31 @@ struct Fetch : Storage<FORMAT> {
     const auto limited = [](int power) { return min(max(power, 127 - 100), 127 + 100); };
     if (lane == 0)
       smem[L::kCommon + entry % 4 * 4 + quarter] = static_cast<uint8_t>(is_common ? limited(largest_power) : 0);
-    __half ratios[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (is_common) {
+        powers[k] = limited(largest_power);
+      } else {
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) powers[k] = max(powers[k], __shfl_xor_sync(~0u, powers[k], mask));
+        powers[k] = limited(powers[k]);
+        const int row = k * 4 + lane / 8;
+        if (lane % 8 == 0)
+          smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
+              static_cast<uint8_t>(there >> row & 1 ? powers[k] : 0);
+      }
+    const auto inverse = [&](int k) { return __int_as_float((254 - powers[k]) << 23); };
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      x.ratios[k] = pack_half(__uint_as_float(x.scales[k]) * inverse(k),
+                              __uint_as_float(x.scales[k + 2]) * inverse(k + 2));
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      int power = largest_power;
-      if (!is_common) {
-        power = powers[k];
-#pragma unroll
-        for (int mask = 1; mask < 8; mask *= 2) power = max(power, __shfl_xor_sync(~0u, power, mask));
-      }
-      power = limited(power);
-      ratios[k] = __float2half_rn(__uint_as_float(x.scales[k]) * __int_as_float((254 - power) << 23));
-      const uint32_t inverse = (254 - power) * 0x00800080;
       const auto divided = [&](uint32_t two) {
-        return kIsV4 ? scaled_to_half(two, inverse) : scaled_bf16(two, inverse);
+        const uint32_t by = (254 - powers[k]) * 0x00800080;
+        return kIsV4 ? scaled_to_half(two, by) : scaled_bf16(two, by);
       };
       x.wide[k] = make_uint4(divided(x.wide[k].x), divided(x.wide[k].y), divided(x.wide[k].z), divided(x.wide[k].w));
-      const int row = k * 4 + lane / 8;
-      if (lane % 8 == 0)
-        smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
-            static_cast<uint8_t>(there >> row & 1 ? power : 0);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const __half2 pair = __halves2half2(ratios[k], ratios[k + 2]);
-      x.ratios[k] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
   // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
@@ -179,6 +179,8 @@ struct Fetch : Storage<FORMAT> {
       const unsigned there = __ballot_sync(~0u, mine.exists);
       const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
       const auto copy_q_of_item = [&] {
+        // Done long ago, but a phase must not go by without a wait.
+        if (kPacked && L::kHasTail) barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
         fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
         arrive(q_full());
         ++entry;
@@ -193,12 +195,8 @@ struct Fetch : Storage<FORMAT> {
         if (t == 1 && !two) break;
         const unsigned bits = there >> t * 16 & 0xFFFF;
         if constexpr (kPacked) {
-          Lanes x;
-          ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
-          const bool is_first = t == 0 && starts;
-          if (is_first) announce(kQ, 0), barrier_arrive(raw_full(quarter));
-          prepare(x, bits, entry + is_first);
-          if (is_first) {
+          if (t == 0 && starts) {
+            announce(kQ, 0), barrier_arrive(raw_full(quarter));
             barrier_wait(raw_empty(quarter), entry & 1);
             copy_q_of_item();
           }
@@ -210,11 +208,15 @@ struct Fetch : Storage<FORMAT> {
               *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
                   make_uint4(0, 0, 0, 0);
           fence_async();  // what was read there, and zeros written there, before the copies
+          // They come while copies begin. After the fence, which would wait for them.
+          Lanes x;
+          ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
           __syncwarp();
           if (lane / 16 == t && bits >> lane % 16 & 1)
             copy_row<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
           __syncwarp();
+          prepare(x, bits, entry);
 #pragma unroll
           for (int k = 0; k < 2; ++k)
             reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] = x.ratios[k];

@@ -145,9 +145,9 @@ struct Scores : Storage<FORMAT> {
         if (kPacked && L::kHasTail) barrier_arrive(tail_empty(slot));
 
         const int buffer = tile % 2;
-        const uint32_t to = base + L::kWeights + buffer * L::kTerms * kBlockBytes;
-        const auto put = [&](int n, int term, const uint32_t (&w)[4]) {
-          stmatrix(to + term * kBlockBytes + swizzled(weights_row, n * 2 + (lane >> 4)), w[0], w[1], w[2], w[3]);
+        const uint32_t to = base + L::kWeights + buffer * kBlockBytes;
+        const auto put = [&](int n, const uint32_t (&w)[4]) {
+          stmatrix(to + swizzled(weights_row, n * 2 + (lane >> 4)), w[0], w[1], w[2], w[3]);
         };
         const auto raise = [&](int h, float largest) {
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -181,19 +181,23 @@ struct Scores : Storage<FORMAT> {
           raise_to_scores();
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
-            uint32_t high[4], low[4];
+            uint32_t w[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               const int j = n * 8 + 2 * k, h = k % 2;
               const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
-              sum[h] += x + y;
-              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+              sum[h] += x + y, w[k] = pack_bf16(x, y);
             }
-            put(n, 0, high), put(n, 1, low);
+            put(n, w);
           }
         } else if (has_zero_byte(there[0])) {
-          uint32_t powers[4];  // of a lane's 16 keys
-          read_words(powers, of_rows + t * 16);
+          uint32_t powers[4];  // of a lane's 16 keys: those of rows with a power of their own are elsewhere
+          const auto read_powers = [&](int n) {
+            const uint32_t common = __byte_perm(there[0], 0, n * 0x1111);
+            powers[n] = common ? common : reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];
+          };
+#pragma unroll
+          for (int n = 0; n < 4; ++n) read_powers(n);
           // As the exponent of a float32, of key 8n + 2t + i.
           const auto power = [&](int n, int i) {
             return __byte_perm(powers[n / 2], 0, 0x0444 | (n % 2 * 2 + i) << 12) >> 1;
@@ -210,7 +214,7 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             uint32_t w[4];
-            powers[n] = reinterpret_cast<const uint32_t*>(of_rows)[t * 4 + n];  // again, since registers are few
+            read_powers(n);  // again, since registers are few
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
               const int j = n * 8 + 2 * k, h = k % 2;
@@ -219,7 +223,7 @@ struct Scores : Storage<FORMAT> {
               sum[h] = fmaf(y, __uint_as_float(0x7F000000 - power(n * 2 + k / 2, 1)), sum[h]);
               w[k] = pack_half(x, y);
             }
-            put(n, 0, w);
+            put(n, w);
           }
         } else {
           const auto power = [&](int n) { return __byte_perm(there[0], 0, 0x0444 | n << 12) >> 1; };
@@ -252,7 +256,7 @@ struct Scores : Storage<FORMAT> {
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) sum[h] = fmaf(all[h], __uint_as_float(0x7F000000 - power(n)), sum[h]);
-            put(n, 0, w);
+            put(n, w);
           }
         }
         if (left == 1) {

@@ -152,23 +152,18 @@ struct Scores : Storage<FP8> {
           if (t == 0) floats(L::kMaximum)[buffer * kHeads + row + h * 8] = now;
           sum[h] *= exp2_fast(maximum[h] - now), maximum[h] = now;
         }
-        const uint32_t to = base + L::kWeights + buffer * L::kTerms * kBlockBytes;
+        const uint32_t to = base + L::kWeights + buffer * kBlockBytes;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          uint32_t high[4], low[4];
+          uint32_t w[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int j = n * 8 + 2 * k, h = k % 2;
             const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
             sum[h] += x + y;
-            if constexpr (FP8)
-              high[k] = pack_half(x, y);
-            else
-              high[k] = pack_bf16(x, y), low[k] = rest_bf16(x, y, high[k]);
+            w[k] = FP8 ? pack_half(x, y) : pack_bf16(x, y);
           }
-          const uint32_t there_to = to + swizzled(weights_row, n * 2 + (lane >> 4));
-          stmatrix(there_to, high[0], high[1], high[2], high[3]);
-          if constexpr (!FP8) stmatrix(there_to + kBlockBytes, low[0], low[1], low[2], low[3]);
+          stmatrix(to + swizzled(weights_row, n * 2 + (lane >> 4)), w[0], w[1], w[2], w[3]);
         }
         if (left == 1) {
 #pragma unroll

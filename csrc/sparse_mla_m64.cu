@@ -238,18 +238,15 @@ struct Block : Scores<FP8> {
           for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
         relative[0] = now[0], relative[1] = now[1];
-        const uint64_t weights = descriptor(base + L::kWeights + buffer * L::kTerms * kBlockBytes);
+        const uint64_t weights = descriptor(base + L::kWeights + buffer * kBlockBytes);
         const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
         // Rows are widened while products of the next ones run.
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           products_begin();
-#pragma unroll
-          for (int term = 0; term < L::kTerms; ++term) {
-            const uint64_t w = weights + ((term * kBlockBytes + step * 32) >> 4), rows = v + (step * 16 * 128 >> 4);
-            output_product<FP8, 0>(o, w, rows);
-            output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
-          }
+          const uint64_t w = weights + (step * 32 >> 4), rows = v + (step * 16 * 128 >> 4);
+          output_product<FP8, 0>(o, w, rows);
+          output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
           products_commit();
           if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
           take(fill, step);

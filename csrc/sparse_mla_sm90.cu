@@ -84,7 +84,7 @@ struct M64Choice {
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
     const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
-    is_it = call.heads > 32 && (items > most || (tiles >= 16 && items * tiles >= 200));
+    is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= 200));
     division = m64_division(items, tiles, sms);
   }
 };

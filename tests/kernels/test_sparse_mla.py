@@ -2,7 +2,7 @@
 
 Tolerance: the output is BF16, and rounding the exact output to it is a relative error of 1.66e-3 in the root mean
 square. The bound is on what a provider adds to that, `excess_error`: softmax weights in fp16 add 2e-4, in BF16, as
-FlashMLA has them, 1.3e-3.
+FlashMLA has them, 1.3e-3. The sm90 kernel with 64 heads on M has BF16 weights over BF16 rows.
 """
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from mla_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
 
 TOLERANCE = 4e-4
+# A weight just above a power of two is off by up to 2^-8 of it, evenly spread.
+OF_BF16_WEIGHTS = 2**-8 / 3**0.5
 # FlashInfer's wants more of its arguments and has tests of its own, tests/glue/test_flashinfer.py.
 OURS = [name for name in PROVIDERS if name != "flashinfer"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -113,6 +115,14 @@ class Case:
             self.bmm1, self.bmm2, self.sinks if sinks else None,
         )  # fmt: skip
 
+    def tolerance(self, provider):
+        """csrc/sparse_mla_sm90.cu says which calls are the kernel's with 64 heads on M."""
+        tokens, heads = self.query.shape[:2]
+        if provider != "sm90" or self.swa.dtype != BF16 or heads <= 32:
+            return TOLERANCE
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return OF_BF16_WEIGHTS if 2 * tokens * -(-heads // 32) > sms else TOLERANCE
+
     def scales_as_tensors(self):
         scales = {"bmm1_scale": self.bmm1, "bmm2_scale": self.bmm2}
         return {name: torch.tensor([x], dtype=torch.float32, device=self.device) for name, x in scales.items()}
@@ -159,7 +169,7 @@ def test_the_bound_sees_weights_in_bf16(device):
 @pytest.mark.parametrize("heads", [1, 3, 8, 16, 32, 64, 128])
 def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=3, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, seed=heads)
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 # Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
@@ -178,7 +188,7 @@ REPEATED = [(3, 16), (16, 64), (100, 32), (140, 64), (160, 100), (270, 16)]  # v
 def test_batches(device, fast_provider, tokens, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=tokens)
     case.visible[1], case.visible[-1] = 0, -3
-    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < case.tolerance(fast_provider)
 
 
 @pytest.mark.gpu
@@ -188,7 +198,7 @@ def test_outputs_larger_than_half_the_l2_cache(device, fast_provider, tokens, he
     """The sm90 provider reads rows in another way then; in all other tests outputs are smaller."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=17)
     assert tokens * heads * 1024 > torch.cuda.get_device_properties(device).L2_cache_size / 2
-    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < case.tolerance(fast_provider)
 
 
 @pytest.mark.gpu
@@ -198,7 +208,7 @@ def test_outputs_larger_than_half_the_l2_cache(device, fast_provider, tokens, he
 def test_flat_and_steep_softmax(device, fast_provider, tokens, heads, scale, kv_dtype):
     """Scores that hardly differ, and scores hundreds apart, whose maximum rises again and again."""
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, scale=scale, seed=heads)
-    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < case.tolerance(fast_provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -212,7 +222,7 @@ def test_missing_rows(device, provider, kv_dtype, tokens=7, heads=8):
     case.indices[2, :128] = -1
     case.indices[3, :] = -1
     case.indices[4, 256:512] = -1
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -231,7 +241,7 @@ def test_rows_outside_the_pool(device, provider, kv_dtype, tokens, heads):
     case.indices[2, :64] = swa_rows
     case.indices[3, :] = 2**31 - 1
     case.indices[4, 256:512] = rows
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.gpu
@@ -247,7 +257,7 @@ def test_missing_rows_in_batches(device, fast_provider, tokens, heads, kv_dtype)
 def test_pages_strides_and_layouts(device, provider, kv_dtype, layout, padded):
     """Page sizes that differ between the pools, as in C128A layers, and padded pages."""
     case = Case(device, tokens=5, heads=8, kv_dtype=kv_dtype, page=2, pages=40, padded=padded, seed=7)
-    assert excess_error(case.run(provider, layout=layout), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider, layout=layout), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -255,7 +265,7 @@ def test_sinks(device, provider, sinks):
     """A sink of +5 takes most of the weight, so forgetting it (or adding it once a split) shows."""
     case = Case(device, tokens=4, heads=4, seed=11)
     case.sinks += 5.0
-    assert excess_error(case.run(provider, sinks=sinks), case.expected(sinks)) < TOLERANCE
+    assert excess_error(case.run(provider, sinks=sinks), case.expected(sinks)) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -264,7 +274,7 @@ def test_minimum_and_maximum_lengths(device, provider, kv_dtype):
         case = Case(device, tokens=2, heads=8, kv_dtype=kv_dtype, seed=visible)
         case.visible[:], case.topk_lens[:] = visible, 128 + compressed
         case.indices = case.table(12 * 64, 12 * 64)
-        assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+        assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 def test_padding_tokens_are_zero(device, provider):
@@ -273,7 +283,7 @@ def test_padding_tokens_are_zero(device, provider):
     case.visible[1::2] = torch.tensor([0, -5, 0], dtype=torch.int32)
     out = case.run(provider)
     assert torch.equal(out[1::2], torch.zeros_like(out[1::2]))
-    assert excess_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < case.tolerance(provider)
 
 
 def test_dense_queries_of_several_tokens(device, provider):
@@ -283,7 +293,7 @@ def test_dense_queries_of_several_tokens(device, provider):
     case.visible = torch.tensor([69, 70, 999, 1000, 1, 2], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(provider, query=case.query.view(3, 2, 8, 512), seq_lens=seq_lens)
-    assert excess_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < case.tolerance(provider)
 
 
 def test_ragged_queries(device, provider):
@@ -294,7 +304,7 @@ def test_ragged_queries(device, provider):
     case.visible = torch.tensor([300, 1, 2, 3, 4, 127, 128, 0, 0], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(provider, query=case.query, seq_lens=seq_lens, cum_seq_lens_q=cum, max_q_len=4)
-    assert excess_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < case.tolerance(provider)
     assert not out[7:].any()
 
 
@@ -302,7 +312,7 @@ def test_ragged_queries(device, provider):
 def test_scales_as_tensors(device, provider, kv_dtype):
     case = Case(device, tokens=3, heads=8, kv_dtype=kv_dtype, kv_scale=0.25, seed=8)
     out = case.run(provider, **case.scales_as_tensors())
-    assert excess_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -315,7 +325,7 @@ def test_tokens_with_few_or_no_keys_between_others(device, fast_provider, tokens
     case.topk_lens[::2] = 128
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(fast_provider, sinks=False, **case.scales_as_tensors())
-    assert excess_error(out, case.expected(sinks=False)) < TOLERANCE
+    assert excess_error(out, case.expected(sinks=False)) < case.tolerance(fast_provider)
     assert not out[case.visible <= 0].any()
 
 
@@ -329,7 +339,7 @@ def test_strongly_mixed_lengths(device, provider, tokens, heads, kv_dtype):
     long = torch.arange(tokens) % 4 == 0
     case.visible[long], case.topk_lens[long] = 100_000, 1152
     case.indices = case.table(12 * 64, 12 * 64)
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.gpu
@@ -357,7 +367,7 @@ def test_two_streams_at_once(device, fast_provider, tokens, heads, kv_dtype):
 @pytest.mark.parametrize("tokens, heads", [(3, 16), (140, 64), (270, 16)])
 def test_a_gpu_that_is_not_the_current_one(second_gpu, fast_provider, tokens, heads, kv_dtype):
     case = Case(second_gpu, tokens=tokens, heads=heads, kv_dtype=kv_dtype, width=640, seed=27)
-    assert excess_error(case.run(fast_provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(fast_provider), case.expected()) < case.tolerance(fast_provider)
     assert case.run(None).device == second_gpu
     assert torch.cuda.current_device() != second_gpu.index
 
@@ -367,7 +377,7 @@ def test_a_gpu_that_is_not_the_current_one(second_gpu, fast_provider, tokens, he
 def test_queries_outside_the_range_of_fp16(device, provider, magnitude, tokens, heads):
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=E4M3, scale=0.1 / magnitude, seed=9)
     case.query = (case.query.float() * magnitude).to(BF16)
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("tokens, heads", [(3, 8), *ON_GPU])
@@ -380,7 +390,7 @@ def test_queries_of_2_127(device, provider, kv_dtype, tokens, heads):
     case.query[..., 4:] = 0
     case.query = (case.query.double() * 2.0**127).clamp(-3.3e38, 3.3e38).to(BF16)
     assert case.query.isfinite().all() and (case.query.abs() >= 2.0**127).any()
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("tokens, heads", [(3, 8), *ON_GPU])
@@ -389,7 +399,7 @@ def test_queries_below_normal_numbers(device, provider, kv_dtype, tokens, heads)
     case = Case(device, tokens=tokens, heads=heads, kv_dtype=kv_dtype, scale=2.0**126, seed=20)
     case.query = (case.query.double() * 2.0**-130).to(BF16)
     assert case.query.any() and (case.query.abs() < 2.0**-126).all()
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("tokens, heads", [(3, 8), *ON_GPU])
@@ -404,7 +414,7 @@ def test_scores_of_minus_1e31(device, provider, kv_dtype, tokens, heads):
     case.query = (row * -(2.0**102)).to(BF16)[:, None].repeat(1, heads, 1)
     expected = case.expected(sinks=False)
     assert expected.abs().sum(-1).all() and (case.bmm1 * (row * row).sum(-1) * 2.0**102 > 1e31).all()
-    assert excess_error(case.run(provider, sinks=False), expected) < TOLERANCE
+    assert excess_error(case.run(provider, sinks=False), expected) < case.tolerance(provider)
 
 
 @pytest.mark.gpu
@@ -445,7 +455,7 @@ def test_strided_query_and_out(device, provider, tokens, heads, q_dtype, kv_dtyp
     out = torch.full_like(padded, 7.0, dtype=BF16)
     case.run(provider)  # the contiguous path must not be what is compared
     case.run(provider, query=padded[:, :, :heads], out=out[:, :, :heads])
-    assert excess_error(out[:, 0, :heads], case.expected()) < TOLERANCE
+    assert excess_error(out[:, 0, :heads], case.expected()) < case.tolerance(provider)
     assert torch.all(out[:, 0, heads:] == 7.0)
 
 
@@ -456,7 +466,7 @@ def test_one_query_for_all_tokens(device, fast_provider, kv_dtype):
     case = Case(device, tokens=140, heads=64, kv_dtype=kv_dtype, seed=14)
     case.query = case.query[:1, :1].expand_as(case.query)
     out = case.run(fast_provider)
-    assert excess_error(out, case.expected()) < TOLERANCE
+    assert excess_error(out, case.expected()) < case.tolerance(fast_provider)
 
 
 def test_window_only_layer(device, provider):
@@ -465,7 +475,7 @@ def test_window_only_layer(device, provider):
         case.query[:, None], case.swa[:, None], None, case.indices, None, case.topk_lens.to(device),
         case.visible.to(device), bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
     )  # fmt: skip
-    assert excess_error(out[:, 0], case.expected()) < TOLERANCE
+    assert excess_error(out[:, 0], case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -591,7 +601,7 @@ def test_pools_of_more_than_2_31_elements(device, provider, tokens, heads, kv_dt
         setattr(case, name, large)
         shifted = case.indices[:, columns]
         case.indices[:, columns] = torch.where(shifted >= 0, shifted + (pages - 13) * 64, -1)
-    assert excess_error(case.run(provider), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.gpu
@@ -610,7 +620,7 @@ def test_heads_more_than_2_31_elements_apart(device, provider, tokens, heads, kv
     )
     query[:, 0] = case.query
     out.fill_(float("nan"))
-    assert excess_error(case.run(provider, query=query, out=out), case.expected()) < TOLERANCE
+    assert excess_error(case.run(provider, query=query, out=out), case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.gpu
@@ -639,4 +649,4 @@ def test_graph_replay_with_changed_lengths(device, fast_provider, kv_dtype, toke
             mine.copy_(new)
         out.fill_(float("nan"))
         graph.replay()
-        assert excess_error(out[:, 0], other.expected()) < TOLERANCE
+        assert excess_error(out[:, 0], other.expected()) < other.tolerance(fast_provider)
