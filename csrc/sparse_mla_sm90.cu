@@ -84,7 +84,8 @@ struct M64Choice {
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
     const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
-    is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= 200));
+    const int least = call.heads > 32 ? 200 : 400;
+    is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= least));
     division = m64_division(items, tiles, sms);
   }
 };

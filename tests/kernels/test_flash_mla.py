@@ -150,7 +150,8 @@ class Case:
         tiles = -(-sum(indices.shape[2] for _, indices, _ in self.pools) // 64)
         items, sms = tokens * -(-heads // 64), torch.cuda.get_device_properties().multi_processor_count
         most = sms // 2 if self.rows == "584" and tiles < 10 else sms // 4
-        return heads > 16 and (items > most or tiles >= 16 and items * tiles >= 200)
+        least = 200 if heads > 32 else 400
+        return heads > 16 and (items > most or tiles >= 16 and items * tiles >= least)
 
     def expected(self):
         """out, lse and max_logits, float64 [batch, q_len, heads, ...]."""
