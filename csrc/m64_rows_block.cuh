@@ -184,10 +184,11 @@ struct Storage {
   __device__ __forceinline__ uint32_t raw_empty(int quarter) const { return barrier(6 + quarter); }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(10); }
   __device__ __forceinline__ uint32_t q_read() const { return barrier(11); }
-  __device__ __forceinline__ uint32_t tail_empty(int slot) const { return barrier(16 + slot); }  // packed rows
-  // Of the weights of a tile: there, and used.
+  __device__ __forceinline__ uint32_t tail_empty(int slot) const { return barrier(16 + slot); }  // of packed rows
+  // Of the weights of a tile: there, and used; and, over BF16 rows, their maximum is known.
   __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(12 + buffer); }
   __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(14 + buffer); }
+  __device__ __forceinline__ uint32_t known(int buffer) const { return barrier(16 + buffer); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kFetched = 128 + 4;

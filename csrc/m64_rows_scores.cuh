@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::q_full, Base::q_read;
-  using Base::tail_empty, Base::ready, Base::used;
+  using Base::tail_empty, Base::ready, Base::used, Base::known;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
   // Of 16 dimensions: those whose q is in registers, 0 to 255 and the tail; q of the rest is in shared memory.
@@ -153,7 +153,8 @@ struct Scores : Storage<FORMAT> {
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
           if (!kPacked) most[h] = fmaxf(most[h], largest);
-          const float now = largest > maximum[h] + kSlack ? largest : maximum[h];
+          // A weight of 1 is exact in BF16, so there the largest one is always 1.
+          const float now = largest > maximum[h] + (kPacked ? kSlack : 0.f) ? largest : maximum[h];
           if (t == 0) floats(L::kMaximum)[buffer * kHeads + row + h * 8] = now;
           sum[h] *= exp2_fast(maximum[h] - now), maximum[h] = now;
         };
@@ -179,6 +180,7 @@ struct Scores : Storage<FORMAT> {
           }
           barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
           raise_to_scores();
+          barrier_arrive(known(buffer));
 #pragma unroll
           for (int n = 0; n < 4; ++n) {
             uint32_t w[4];

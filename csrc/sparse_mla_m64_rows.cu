@@ -40,7 +40,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_read, Base::ready, Base::used;
+  using Base::raw_empty, Base::q_read, Base::ready, Base::used, Base::known;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
 
@@ -129,7 +129,8 @@ struct Outputs : Storage<FORMAT> {
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
-        barrier_wait(ready(buffer), tile / 2 & 1);
+        // Over BF16 rows the maximum rises often: outputs are rescaled while weights are made.
+        barrier_wait(kPacked ? ready(buffer) : known(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
         if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
@@ -138,6 +139,7 @@ struct Outputs : Storage<FORMAT> {
           for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
         relative[0] = now[0], relative[1] = now[1];
+        if constexpr (!kPacked) barrier_wait(ready(buffer), tile / 2 & 1);
         const uint64_t weights = descriptor(base + L::kWeights + buffer * kBlockBytes);
         const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
         // Rows are widened while products of the next ones run.
