@@ -530,7 +530,7 @@ def test_no_more_error_than_triton(device, tokens, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=17)
     expected = case.expected()
     triton, native = (relative_error(case.run(name), expected) for name in ("triton", "sm90"))
-    assert native <= 1.2 * triton
+    assert native <= (1.2 if case.tolerance("sm90") == TOLERANCE else 1.3) * triton
 
 
 def test_no_tokens(device, provider):
