@@ -19,12 +19,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
 ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
-# What sparse_mla.py's older results call a case, and it calls a phase now; the other names are the same.
-PHASES = {"full": "decode", "prompt_end": "prefill"}
 # Of sparse_mla.py: phase, tokens, label.
 ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
-SCATTERED = ("scattered", 4096, "prefill, 4096 tokens, random rows")  # of results that have no prompts
 RUNS = {"DropIn": "drop-in", "FP8": CACHES["fp8"], "BF16": CACHES["bf16"]}  # of serve.py
 # Of `vllm bench serve`: key, what the ratio is of, whether more is better.
 SERVING = [
@@ -36,29 +33,18 @@ Bar = tuple[float, float, float]  # median, least, most
 
 
 def kernel_results(results: Path) -> dict[str, Any]:
-    """What sparse_mla.py wrote; as long as that has no full-width rows, those of its last version beside it."""
-    found = json.loads((results / "stock_rows_h200.json").read_text("utf-8"))
-    if "phases" in found:
-        return found
-    # Its prefills were measured on rows drawn over the pool.
-    rows = [row | {"phase": {"prefill": "scattered"}.get(row["phase"], row["phase"])} for row in found["results"]]
-    old = json.loads((results / "sparse_mla_h200.json").read_text("utf-8"))
-    for row in old["results"]:
-        if row["provider"] == "sm90":
-            phase = PHASES.get(row["case"], row["case"])
-            rows.append(row | {"rows": ROWS[row["cache"]], "phase": phase})
-    return old | {"results": rows}
+    """What sparse_mla.py wrote."""
+    return json.loads((results / "stock_rows_h200.json").read_text("utf-8"))
 
 
 def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:
     """By cache, by label of a phase, by heads: FlashMLA's time over that of the native kernels."""
     bars: dict[str, dict[str, dict[int, Bar]]] = {cache: {} for cache in CACHES}
-    prompts = any(row["phase"] == ATTENTION[-1][0] for row in result["results"])
-    for phase, tokens, label in ATTENTION if prompts else [*ATTENTION[:-1], SCATTERED]:
+    for phase, tokens, label in ATTENTION:
         for cache, rows in ROWS.items():
             for row in result["results"]:
                 if (row["rows"], row["phase"], row["tokens"]) == (rows, phase, tokens):
-                    every = row.get("rounds", {}).get("speedup") or [row["speedup"]]
+                    every = row["rounds"]["speedup"]
                     of_phase = bars[cache].setdefault(label, {})
                     of_phase[row["heads"]] = row["speedup"], min(every), max(every)
     return bars

@@ -89,9 +89,9 @@ def ratios(store: str, what: str, names: Iterable[str] = SERVING) -> list[float]
     return [runs[store][what] / runs["flashmla"][what] for runs in served(names).values()]
 
 
-def drop_in() -> list[float]:
-    """Decode over V4's own rows, with the heads that the drop-in serves: FlashMLA's time over ours."""
-    return [ratio for (_, _, heads), ratio in speedups("584", "decode").items() if heads in FEW]
+def few_heads(store: str, kind: str) -> str:
+    """FlashMLA's time over ours, with 8 and 16 heads; `584` is the drop-in over V4's own rows."""
+    return span(ratio for (_, _, heads), ratio in speedups(store, kind).items() if heads in FEW)
 
 
 def kl(name: str, pair: str) -> float:
@@ -102,7 +102,7 @@ def headline() -> str:
     times = span(speedups("fp8", "decode").values(), ".1f")
     more = span((ratio * 100 - 100 for ratio in ratios("fp8", "output_throughput")), ".0f")
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in SERVING))
-    few = span(drop_in(), ".1f")
+    few = span((ratio for (_, _, heads), ratio in speedups("584", "decode").items() if heads in FEW), ".1f")
     share = span((ratio * 100 - 100 for ratio in ratios("dropin", "output_throughput", SHARE)), ".0f")
     return (
         f"**On H200, decode attention (which writes answers) is {times} times as fast as with FlashMLA over the\n"
@@ -128,8 +128,7 @@ def attention(
 
 
 def by_heads() -> str:
-    prompt = ("prompt", 4096, 8) in speedups("fp8", "prefill")
-    return attention([("decode", 16), ("prompt" if prompt else "scattered", 4096)])
+    return attention([("decode", 16), ("prompt", 4096)])
 
 
 def stock_rows() -> str:
@@ -140,9 +139,7 @@ def choosing() -> str:
     """What the drop-in and the full-width cache give where each GPU has few heads."""
     rows: dict[str, list[str]] = {}
     for phase in ("decode", "prefill"):
-        own = (span(ratio for (_, _, heads), ratio in speedups(store, phase).items() if heads in FEW)
-               for store in ("fp8", "bf16"))  # fmt: skip
-        rows[f"Attention, {phase}"] = ["1", span(drop_in()) if phase == "decode" else "not measured", *own]
+        rows[f"Attention, {phase}"] = ["1", *(few_heads(store, phase) for store in ("584", "fp8", "bf16"))]
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
     own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))

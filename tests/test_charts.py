@@ -60,24 +60,13 @@ def test_attention_ratios():
         "fp8": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
         "bf16": {"prefill, a prompt of 4096": {8: (2.0, 1.9, 2.2)}},
     }
-    # Of one round and without prompts, as the committed ones were up to 0.2.0.
-    del row["rounds"]
-    found = charts.attention_bars({"results": [row | {"phase": "scattered", "tokens": 4096}]})
-    assert found["fp8"] == {"prefill, 4096 tokens, random rows": {8: (2.0, 2.0, 2.0)}}
 
 
-def test_older_results_have_one_row_of_a_call():
-    """Cases of one phase are phases of their own by now: none stands for another."""
+def test_committed_results_have_one_row_of_a_call():
+    """Each phase of a cache, of all that is drawn, and none of them twice."""
     rows = charts.kernel_results(ROOT / "benchmarks/results")["results"]
     calls = [tuple(row[key] for key in ("rows", "phase", "tokens", "heads")) for row in rows]
     assert len(calls) == len(set(calls))
-    older = {row["phase"]: row["case"] for row in rows if "case" in row}
-    same = {name: name for name in ("mixed", "one_long", "prompt", "scattered")}
-    assert older in ({}, same | {"decode": "full", "prefill": "prompt_end"})
-
-
-def test_new_results_serve_alone(tmp_path):
-    """What sparse_mla.py writes now has all rows; its older results are asked for no longer."""
-    new = {"phases": {}, "results": [{"rows": "e4m3"}]}
-    (tmp_path / "stock_rows_h200.json").write_text(json.dumps(new))
-    assert charts.kernel_results(tmp_path) == new
+    bars = charts.attention_bars({"results": rows})
+    assert all(list(of) == [label for *_, label in charts.ATTENTION] for of in bars.values())
+    assert all(len(by_heads) == 5 for of in bars.values() for by_heads in of.values())

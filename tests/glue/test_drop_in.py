@@ -378,7 +378,9 @@ def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
 
 def test_a_layer_is_as_wide_as_all_its_calls_want(hopper, monkeypatch):
     """V4 prefills over BF16 rows."""
-    monkeypatch.setattr(flash_mla, "_AS_FAST", {"v4": {32: None}, "v32": {32: None}, "bf16": {16: None, 32: 9}})
+    always = ((0, None),)
+    fast = {"v4": {32: always}, "v32": {32: always}, "bf16": {16: always, 32: ((0, 9),)}}
+    monkeypatch.setattr(flash_mla, "_AS_FAST", fast)
     assert [drop_in.padded_heads(32, 64, rows) for rows in ("v4", "v32", "bf16")] == [64, 32, 64]
     assert drop_in.padded_heads(16, 64) == 16
 
