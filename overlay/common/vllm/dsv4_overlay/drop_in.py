@@ -39,7 +39,8 @@ _CHECKED_HEADS = (8, 32, 128)
 _CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
 _MARK = "_dsv4_drop_in"
 # Up to so many heads of q, `prefill` takes no longer than gathering rows, widening them
-# to BF16 and attention over those. To be measured on an H200.
+# to BF16 and attention over those: measured on an H200 as 1.4 to 1.6 times as fast with
+# 8 and 16, and 0.8 to 0.9 times with 32 (benchmarks/results/stock_rows_h200.json).
 _PREFILL_HEADS = 16
 # Of one index table of `prefill`. Memory is measured as stock vLLM does it, without
 # them, so that the cache keeps its size: a step holds up to three, for window-only,
