@@ -442,6 +442,8 @@ def main() -> None:
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(args.every_run)}.")
     if args.repeat < 1:
         stop(f"--repeat is {args.repeat}; give 1 or more.")
+    if not 1 <= args.port <= 65536 - args.together:
+        stop(f"--port is {args.port}; give 1 to {65536 - args.together}: servers take it and those after it.")
     check_out(args.out)
     try:
         args.work.mkdir(parents=True, exist_ok=True)

@@ -350,17 +350,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.layout and (args.model != "flash" or args.layout not in LAYOUTS):
         parser.error(f"--layout {args.layout}: --model flash has {', '.join(LAYOUTS)}.")
     args.batches = sorted(set(args.batches))
-    if args.model in ("flash", "v3.2"):
-        is_flash = args.model == "flash"
-        config = flash_config(args.share_of, args.layout) if is_flash else v32_config(args.layers, args.share_of)
-        prepare(args)
-        args.model = args.work / args.model
-        args.model.mkdir(parents=True, exist_ok=True)
-        (args.model / "config.json").write_text(json.dumps(config, indent=1))
-    args.model = Path(args.model).resolve()
-    if not (args.model / "config.json").is_file():
+    args.made = None  # a config.json to be written
+    if args.model == "flash":
+        args.made = flash_config(args.share_of, args.layout)
+    elif args.model == "v3.2":
+        args.made = v32_config(args.layers, args.share_of)
+    args.model = (args.work / args.model if args.made else Path(args.model)).resolve()
+    if not args.made and not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash, v3.2")
-    there = list(SPARSE_MLA if has_sparse_mla(model_settings(args.model)) else RUNS)
+    args.config = args.made or model_settings(args.model)
+    there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS)
     runs = [r for r in args.runs.split(",") if r] if args.runs else there
     unknown = [r for r in runs if r not in there]
     if unknown:
@@ -380,7 +379,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "run": run,
         "model": str(args.model),
         "weights": (args.model / "model.safetensors.index.json").is_file(),
-        "vocab": model_settings(args.model)["vocab_size"],
+        "vocab": args.config["vocab_size"],
         "tp": args.tp,
         "batches": args.batches,
         "batch_tokens": args.batch_tokens,
@@ -398,6 +397,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     need_gpus(args.tp)
     prepare(args)
+    if args.made:
+        args.model.mkdir(exist_ok=True)
+        (args.model / "config.json").write_text(json.dumps(args.made, indent=1))
     settings = {
         "model_config": json.loads((args.model / "config.json").read_text()),
         "tp": args.tp,

@@ -391,13 +391,12 @@ def test_throughput_of_several_starts(tmp_path):
 def test_throughput_of_a_quantised_layout(tmp_path, capsys):
     """A share of V4-Flash's real sizes, whose configuration is that of a checkpoint in the layout."""
     asked = ["--model", "flash", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
-    args = throughput.parse_args([*asked, "--share-of", "4", "--layout", "nvfp4-experts"])
-    config = json.loads((args.model / "config.json").read_text())
+    config = throughput.parse_args([*asked, "--share-of", "4", "--layout", "nvfp4-experts"]).made
     sizes = ("num_hidden_layers", "n_routed_experts", "num_attention_heads", "moe_intermediate_size", "o_groups")
     assert [config[name] for name in sizes] == [43, 256, 16, 512, 2]
     assert config["quantization_config"]["moe_quant_algo"] == "NVFP4"
-    args = throughput.parse_args([*asked, "--share-of", "4"])
-    stock = json.loads((args.model / "config.json").read_text())
+    stock = throughput.parse_args([*asked, "--share-of", "4"]).made
+    assert not any(tmp_path.iterdir())  # before a GPU was asked for
     assert stock["expert_dtype"] == "fp4" and "moe_quant_algo" not in stock["quantization_config"]
     for wrong, sentence in (
         (["--layout", "fp3"], "--layout fp3: --model flash has nvfp4-experts, ct-nvfp4, ct-w4a16, "),
@@ -415,7 +414,7 @@ def test_throughput_of_v32(tmp_path, capsys):
     args = throughput.parse_args([*asked, "--share-of", "16", "--layers", "8"])
     assert args.runs == ["flashmla_bf16", "sparse_bf16", "flashmla_fp8", "sparse_fp8"]
     assert {throughput.ENVIRONMENT[name]["VLLM_DSV4_DROP_IN"] for name in args.runs} == {"0"}
-    config = json.loads((args.model / "config.json").read_text())
+    config = args.made
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_intermediate_size", "vocab_size")
     assert [config[name] for name in sizes] == [8, 7168, 8, 128, 8080]
     assert config["quantization_config"].get("ignored_layers", []) == []

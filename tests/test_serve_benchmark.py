@@ -332,6 +332,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
         (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
         (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
         (["--repeat", "0"], "--repeat is 0; give 1 or more."),
+        (["--port", "99999"], "--port is 99999; give 1 to 65535: servers take it and those after it."),
         (["--shapes", "8k"], "--shapes is '8k'; write tokens in and out, as in 1k/8k,8k/1k"),
         (["--shapes", "8k/1k", "--input-len", "2"], "--shapes has what --input-len and --output-len say"),
         (["--load", "fast"], "--load is 'fast'; write burst, steady or prompts a second"),
