@@ -191,7 +191,8 @@ BOTH = ("V4", "V3.2")
 PHASES = {
     "decode": Phase("decode", (1, 16, 128, 512), full, BOTH,
                     "a request a token, all with all keys; windows are runs of rows, picks lie anywhere"),
-    "small": Phase("decode", (2, 4, 8, 12, 24, 32, 64), full, BOTH, "as decode; sizes between, for which graphs are captured"),
+    "small": Phase("decode", (2, 4, 8, 12, 24, 32, 64), full, BOTH,
+                   "as decode; sizes between, for which graphs are captured"),
     "mixed": Phase("decode", (128, 512), mixed, ("V4",),
                    "a request a token, each with its own number of keys, drawn from 128 to 1152"),
     "one_long": Phase("decode", (128,), one_long, ("V4",),
