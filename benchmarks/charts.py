@@ -1,24 +1,32 @@
 #!/usr/bin/env python3
-"""Charts of the committed results: attention and serving, each as a ratio over FlashMLA.
+"""Charts of the committed results: attention and serving as ratios over FlashMLA, and a decode step's kernels.
 
     pip install -r benchmarks/requirements.txt
     python benchmarks/charts.py
 
-Reads benchmarks/results, writes docs/attention_speedup.svg and docs/serving.svg: the same bytes for the same
-results and the same matplotlib. Bars are medians, lines on them the least and most that the results leave open.
-What was measured while kernels were compiled is left out.
+Reads benchmarks/results, writes docs/attention_speedup.svg, docs/serving.svg and docs/decode_step.svg: the same
+bytes for the same results and the same matplotlib. Bars are medians, lines on them the least and most that the
+results leave open. What was measured while kernels were compiled is left out.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from serve_report import KINDS, OTHER
+
 REPO = Path(__file__).resolve().parents[1]
 CACHES = {"fp8": "FP8 cache", "bf16": "BF16 cache"}
 ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
+PANELS = {
+    "584": "Drop-in, over FlashMLA's cache (what is slower it leaves to FlashMLA)",
+    "fp8": "Full-width cache, FP8",
+    "bf16": "Full-width cache, BF16",
+}
 # Of sparse_mla.py: phase, tokens, label.
 ATTENTION = [("decode", tokens, f"decode, {tokens} token{'s' * (tokens > 1)}") for tokens in (1, 16, 128, 512)]
 ATTENTION.append(("prompt", 4096, "prefill, a prompt of 4096"))
@@ -38,12 +46,12 @@ def kernel_results(results: Path) -> dict[str, Any]:
 
 
 def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:
-    """By cache, by label of a phase, by heads: FlashMLA's time over that of the native kernels."""
-    bars: dict[str, dict[str, dict[int, Bar]]] = {cache: {} for cache in CACHES}
+    """By cache or rows, by label of a phase, by heads: FlashMLA's time over that of the native kernels."""
+    bars: dict[str, dict[str, dict[int, Bar]]] = {cache: {} for cache in PANELS}
     for phase, tokens, label in ATTENTION:
-        for cache, rows in ROWS.items():
+        for cache in PANELS:
             for row in result["results"]:
-                if (row["rows"], row["phase"], row["tokens"]) == (rows, phase, tokens):
+                if (row["rows"], row["phase"], row["tokens"]) == (ROWS.get(cache, cache), phase, tokens):
                     every = row["rounds"]["speedup"]
                     of_phase = bars[cache].setdefault(label, {})
                     of_phase[row["heads"]] = row["speedup"], min(every), max(every)
@@ -76,6 +84,17 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
                     of_run = bars.setdefault(machine, {}).setdefault(key, {}).setdefault(run, {})
                     of_run[int(count)] = bar
     return bars
+
+
+def step_kinds(results: Path) -> dict[str, tuple[float, float]]:
+    """The kernels of a decode step by what they are for, the longest first: microseconds, launches."""
+    text = (results / "decode_step_7_layers_h200.txt").read_text("utf-8")
+    found: dict[str, tuple[float, float]] = {}
+    for us, launches, name in re.findall(r"^ *([\d.]+) us +([\d.]+) x  (.*)$", text, re.MULTILINE):
+        kind = next((kind for kind, names in KINDS.items() if names.search(name)), OTHER)
+        before = found.get(kind, (0.0, 0.0))
+        found[kind] = before[0] + float(us), before[1] + float(launches)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
 def grouped(panel: Any, series: dict[str, dict[int, Bar]], labels: list[str], size: float) -> dict[str, Any]:
@@ -114,10 +133,11 @@ def draw(results: Path, docs: Path) -> list[Path]:
     serving = serving_bars([result for result in found if "FlashMLA" in result.get("runs", {})])
     gpu = attention["gpu"].split(",")[0]
 
-    figure, panels = pyplot.subplots(2, 1, figsize=(9, 6.4), layout="constrained", sharey=True)
+    figure, panels = pyplot.subplots(len(PANELS), 1, figsize=(9, 8.6), layout="constrained", sharey=True)
     for panel, (cache, series) in zip(panels, attention_bars(attention).items(), strict=True):
         drawn = grouped(panel, series, list(series), 7)
-        panel.set(title=CACHES[cache], ylabel="times as fast as FlashMLA", xlabel="attention heads a GPU")
+        panel.set_title(PANELS[cache], fontsize=10)
+        panel.set(ylabel="times as fast as FlashMLA", xlabel="attention heads a GPU")
     figure.suptitle(f"Sparse MLA attention over FlashMLA on one {gpu} (higher is better; dashed: FlashMLA)")
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=5, fontsize=7)
     figure.savefig(docs / "attention_speedup.svg", metadata={"Date": None})
@@ -136,7 +156,20 @@ def draw(results: Path, docs: Path) -> list[Path]:
     figure.suptitle("Serving V4-Flash's shape over FlashMLA (higher is better; dashed: FlashMLA)")
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
     figure.savefig(docs / "serving.svg", metadata={"Date": None})
-    return [docs / "attention_speedup.svg", docs / "serving.svg"]
+
+    figure, panel = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    kinds = step_kinds(results)
+    names, (times, launches) = list(kinds)[::-1], zip(*list(kinds.values())[::-1], strict=True)
+    bars = panel.barh(names, times)
+    labels = [f"{us:.0f} µs, {us / sum(times):.0%}, {count:.0f} launches"
+              for us, count in zip(times, launches, strict=True)]  # fmt: skip
+    panel.bar_label(bars, labels, fontsize=8, padding=3)
+    title = "Kernels of a decode step of 16 requests, 7 of V4-Flash's 43 layers, with the drop-in"
+    panel.set(title=title, xlabel="µs")
+    panel.margins(x=0.28)  # for the labels
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(docs / "decode_step.svg", metadata={"Date": None})
+    return [docs / f"{name}.svg" for name in ("attention_speedup", "serving", "decode_step")]
 
 
 def main() -> None:

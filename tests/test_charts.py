@@ -51,12 +51,23 @@ def test_committed_serving_results_can_be_drawn():
                    for ratio, *_ in of_run.values())  # fmt: skip
 
 
+def test_kernels_of_a_step(tmp_path):
+    (tmp_path / "decode_step_7_layers_h200.txt").write_text(
+        "total 9.0 us a step\n      1.5 us     2.0 x  void mla::mma::sparse_mla_mma_kernel<1>\n"
+        "      4.0 us    14.0 x  void marlin_moe_wna16::Marlin<1>\n      0.5 us     1.0 x  sparse_mla_x\n"
+        "      3.0 us     3.0 x  elementwise\n"
+    )
+    kinds = charts.step_kinds(tmp_path)
+    assert list(kinds.items()) == [("experts", (4, 14)), ("all else", (3, 3)), ("attention", (2, 3))]
+
+
 def test_attention_ratios():
     row = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 16, "speedup": 2.0,
            "rounds": {"speedup": [1.9, 2.0, 2.2]}}  # fmt: skip
     rows = [row, row | {"phase": "prompt", "tokens": 4096, "rows": "bf16"}, row | {"rows": "584"},
             row | {"phase": "mixed", "tokens": 128}]  # fmt: skip
     assert charts.attention_bars({"results": rows}) == {
+        "584": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
         "fp8": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
         "bf16": {"prefill, a prompt of 4096": {8: (2.0, 1.9, 2.2)}},
     }
