@@ -352,7 +352,8 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   touch(p);
-  // One group takes no more items than there are blocks, or those over BF16 rows, of which V3.2 picks as many each time.
+  // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
+  // time.
   const auto order = [&](int group) {
     if constexpr (S::kConsumerGroups > 1)
       return Turns(groups[0].turns, p.items, group, S::kConsumerGroups);
