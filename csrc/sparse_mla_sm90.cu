@@ -83,8 +83,9 @@ struct M64Choice {
     // It takes packed rows without the largest score, which no call over them asks for.
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
-    const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
-    const int least = call.heads > 32 ? 200 : 400;
+    const bool is_half = call.heads <= 32;
+    const int most = call.format == RowFormat::kV4 && (tiles < 10 || is_half) ? sms / 2 : sms / 4;
+    const int least = is_half ? 400 : 200;
     is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= least));
     division = m64_division(items, tiles, sms);
   }

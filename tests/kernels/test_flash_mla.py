@@ -150,8 +150,9 @@ class Case:
         tokens, heads = self.query.shape[0] * self.query.shape[1], self.query.shape[2]
         tiles = -(-sum(indices.shape[2] for _, indices, _ in self.pools) // 64)
         items, sms = tokens * -(-heads // 64), torch.cuda.get_device_properties().multi_processor_count
-        most = sms // 2 if self.rows == "584" and tiles < 10 else sms // 4
-        least = 200 if heads > 32 else 400
+        is_half = heads <= 32
+        most = sms // 2 if self.rows == "584" and (tiles < 10 or is_half) else sms // 4
+        least = 400 if is_half else 200
         return heads > 16 and (items > most or tiles >= 16 and items * tiles >= least)
 
     def expected(self):
