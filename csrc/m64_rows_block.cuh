@@ -30,28 +30,31 @@ struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kPacked = R::kNarrow > 0;     // operands are fp16, and else BF16
   static constexpr bool kHasTail = R::kDims > kDim;   // 64 dimensions of keys alone, BF16
+  // Rows wait in a ring of quarters, wide parts beside narrow ones, where there is room for more than a tile.
+  static constexpr bool kHasRing = kPacked && !kHasTail;
+  static constexpr int kRawQuarters = kHasRing ? 5 : 4;
+  static constexpr int kRawBytes = 16 * (R::kNarrow + (kHasRing ? 128 : 0));  // of a quarter, 16 rows
   static constexpr int kOutputRegisters = 160;
   static constexpr int kScoreRegisters = !kPacked ? 152 : kHasTail ? 144 : 128;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kTail = 2 * kTileBytes;        // [2 slots]
   static constexpr int kSecondQ = kTail + (kHasTail ? 2 * kBlockBytes : 0);  // dimensions 256 to 511
-  static constexpr int kRaw = kSecondQ + kTileBytes / 2;                     // [kTile] narrow parts of rows
-  static constexpr int kWeights = kRaw + kTile * R::kNarrow;                 // [2]
+  // [kRawQuarters]: 16 narrow parts; 16 wide ones that are values, as fp16, swizzled.
+  static constexpr int kRaw = kSecondQ + kTileBytes / 2;
+  static constexpr int kWeights = kRaw + (kPacked ? kRawQuarters * kRawBytes : 0);  // [2]
   static constexpr int kMaximum = kWeights + 2 * kBlockBytes;                // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;                  // [items, even and odd][kHeads]
-  // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
+  // [kRawQuarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
-  // Wide parts that are values, [4 warps][4][32 lanes].
-  static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
   // the exponent of a float32; 0 of a missing row. Only of those that have no common one. Of BF16 rows [4 entries], a
   // bit for every row.
-  static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
+  static constexpr int kPowers = kRatios + (kPacked ? kRawQuarters * 8 * 8 * 4 : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;
   static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]
   static constexpr int kBarriers = kKind + 4 * 4;
-  static constexpr int kTotal = kBarriers + 18 * 8;
+  static constexpr int kTotal = kBarriers + (18 + (kHasRing ? 2 * kRawQuarters : 0)) * 8;
   static_assert(kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
 
@@ -178,10 +181,12 @@ struct Storage {
 
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile
-  // Of a quarter of a slot (BF16) or of the narrow parts on their way, 16 keys each.
+  // Of a quarter of a slot (BF16), or of rows on their way by their place in kRaw, 16 keys each.
   __device__ __forceinline__ uint32_t empty(int slot, int quarter) const { return barrier(2 + slot * 4 + quarter); }
-  __device__ __forceinline__ uint32_t raw_full(int quarter) const { return barrier(2 + quarter); }
-  __device__ __forceinline__ uint32_t raw_empty(int quarter) const { return barrier(6 + quarter); }
+  __device__ __forceinline__ uint32_t raw_full(int place) const { return barrier((L::kHasRing ? 18 : 2) + place); }
+  __device__ __forceinline__ uint32_t raw_empty(int place) const {
+    return barrier((L::kHasRing ? 18 + L::kRawQuarters : 6) + place);
+  }
   __device__ __forceinline__ uint32_t q_full() const { return barrier(10); }
   __device__ __forceinline__ uint32_t q_read() const { return barrier(11); }
   __device__ __forceinline__ uint32_t tail_empty(int slot) const { return barrier(16 + slot); }  // of packed rows
@@ -192,8 +197,8 @@ struct Storage {
 
   __device__ __forceinline__ void init() const {
     constexpr int kFetched = 128 + 4;
-    for (int i = 0; i < 2; ++i) barrier_init(full(i), L::kPacked ? 256 + 128 : kFetched);
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i) barrier_init(full(i), !L::kPacked ? kFetched : L::kHasTail ? 256 + 128 : 256);
+    for (int i = 0; i < L::kRawQuarters; ++i)
       if (L::kPacked)
         barrier_init(raw_full(i), 32), barrier_init(raw_empty(i), 256);
       else

@@ -26,10 +26,6 @@ struct Fetch : Storage<FORMAT> {
     asm volatile("" : "+r"(again));
     return again;
   }
-  // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
-  __device__ __forceinline__ uint4& waiting(int k) const {
-    return *reinterpret_cast<uint4*>(smem + L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16);
-  }
   // What a lane has of 16 rows: scales as they are, then ratios of both rows 8 apart; wide parts as they are, then as
   // they go into the slot.
   struct Lanes {
@@ -115,31 +111,36 @@ struct Fetch : Storage<FORMAT> {
     }
   }
   // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
-  __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
-    const int lane = lane_again(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
+  __device__ __forceinline__ void put_wide(int k, int to, const uint4& values) const {
+    const int lane = lane_again(), at = to + swizzled(lane / 8, lane % 8);
     *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
   }
-  __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
-  // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
-  // wide parts wait for the same slot.
+  // parts, and wide parts of values, go where the warpgroups that multiply will find them when they have done with a
+  // slot, and put them into it.
   template <bool FIRST>
   __device__ __forceinline__ void fetch() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
-    bool is_waiting = false;  // the wide part of the entry before
+    // Of the entry's quarter in kRaw: its place, and how often that was used.
+    [[maybe_unused]] int in_ring = quarter;
+    [[maybe_unused]] uint32_t turns = 0;
+    const auto place = [&] { return L::kHasRing ? in_ring : quarter; };
+    const auto turn = [&] { return (L::kHasRing ? turns : entry) & 1; };
+    const auto next_entry = [&] {
+      ++entry;
+      if constexpr (L::kHasRing) {
+        in_ring += 4;
+        if (in_ring >= L::kRawQuarters) in_ring -= L::kRawQuarters, ++turns;
+      }
+    };
     // By lane 0 of a warp, with the copies of all lanes.
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
     const auto announce = [&](Kind kind, unsigned there) {
       if constexpr (kPacked) {
-        barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
-        if (is_waiting) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(k));
-          wide_is_put(entry - 1), is_waiting = false;
-        }
+        barrier_wait(raw_empty(place()), turn() ^ 1);
         if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
       } else if (lane == 0) {
         *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
@@ -183,7 +184,7 @@ struct Fetch : Storage<FORMAT> {
         if (kPacked && L::kHasTail) barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
         fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
         arrive(q_full());
-        ++entry;
+        next_entry();
       };
       if (!kPacked && starts) {
         announce(kQ, 0);
@@ -191,18 +192,18 @@ struct Fetch : Storage<FORMAT> {
         copy_q_of_item();
       }
 #pragma unroll 1
-      for (int t = 0; t < 2; ++t, ++entry) {
+      for (int t = 0; t < 2; ++t, next_entry()) {
         if (t == 1 && !two) break;
         const unsigned bits = there >> t * 16 & 0xFFFF;
         if constexpr (kPacked) {
           if (t == 0 && starts) {
-            announce(kQ, 0), barrier_arrive(raw_full(quarter));
-            barrier_wait(raw_empty(quarter), entry & 1);
+            announce(kQ, 0), barrier_arrive(raw_full(place()));
+            barrier_wait(raw_empty(place()), turn());
             copy_q_of_item();
           }
           announce(kKeys, bits);
           // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
-          const uint32_t to = L::kRaw + row0 * L::kNarrow;
+          const uint32_t to = L::kRaw + place() * L::kRawBytes;
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
             if (lane < L::kNarrow / 16)
               *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
@@ -211,26 +212,25 @@ struct Fetch : Storage<FORMAT> {
           // They come while copies begin. After the fence, which would wait for them.
           Lanes x;
           ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
-          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
+          if (lane == 0) barrier_expect(raw_full(place()), __popc(bits) * L::kNarrow);
           __syncwarp();
           if (lane / 16 == t && bits >> lane % 16 & 1)
-            copy_row<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
+            copy_row<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(place()));
           __syncwarp();
           prepare(x, bits, entry);
 #pragma unroll
           for (int k = 0; k < 2; ++k)
-            reinterpret_cast<uint32_t*>(smem + L::kRatios)[quarter * 64 + k * 32 + lane] = x.ratios[k];
-          barrier_arrive(raw_full(quarter));
+            reinterpret_cast<uint32_t*>(smem + L::kRatios)[place() * 64 + k * 32 + lane] = x.ratios[k];
+          if constexpr (L::kHasRing)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) put_wide(k, to + 16 * L::kNarrow, x.wide[k]);
+          barrier_arrive(raw_full(place()));
           if constexpr (L::kHasTail) {
             // Only scores need it: it goes where it is needed as soon as those of the last entry but one are done.
             barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) put_wide(k, entry, x.wide[k]);
-            wide_is_put(entry);
-          } else {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) waiting(k) = x.wide[k];
-            is_waiting = true;
+            for (int k = 0; k < 4; ++k) put_wide(k, L::wide_at(entry & 1) + warp % 4 * 16 * 128, x.wide[k]);
+            fence_async(), barrier_arrive(full(entry & 1));
           }
         } else {
           announce(kKeys, bits);
@@ -241,7 +241,14 @@ struct Fetch : Storage<FORMAT> {
         if (t == 0) is_more = look_up();
       }
     }
-    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
+    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(place()));
+    // The last entry's quarter is followed in its place by none, but a phase must not go by without a wait.
+    if constexpr (L::kHasRing) {
+      in_ring += L::kRawQuarters - 4;
+      if (in_ring >= L::kRawQuarters) in_ring -= L::kRawQuarters;
+      else --turns;
+      barrier_wait(raw_empty(place()), turn());
+    }
   }
   // Eight rows at a time: a shuffle waits until the copies before it have left.
   template <bool FIRST>

@@ -52,14 +52,25 @@ struct Outputs : Storage<FORMAT> {
   struct Fill {
     uint32_t from[2], to[2], ratios;  // where rows and their ratios wait, and in the entry's slot
     uint32_t entry = 0;
+    int place = 0;  // of the next quarter in kRaw, and how often it was used
+    uint32_t turn = 0;
     int kind = kEnd;
     bool is_narrow;
     uint2 rows[4];
     uint32_t ratio;  // of both rows
 
+    __device__ __forceinline__ int place_of(int quarter) const { return L::kHasRing ? place : quarter; }
+    __device__ __forceinline__ void next_place(int by) {
+      if constexpr (L::kHasRing) {
+        place += by;
+        if (by > 0 && place == L::kRawQuarters) place = 0, ++turn;
+        if (by < 0 && place < 0) place += L::kRawQuarters, --turn;
+      }
+    }
+
     __device__ __forceinline__ Fill(int warp, int lane) {
       const int row = warp % 4 * 2 + lane / 16, begin = (lane >> 2 ^ lane >> 3) & 1;
-      // Of the dimensions that are not narrow nothing is done.
+      // Wide parts that are values wait as they are to be in the slot; with a tail all dimensions are narrow.
       is_narrow = warp / 4 * (kDim / 2) + lane % 16 * 16 < L::kNarrow;
       const int part = is_narrow ? lane % 16 : 0;
       ratios = L::kRatios + row * 32 + warp / 4 * 16 + part / 4 * 4;
@@ -67,19 +78,24 @@ struct Outputs : Storage<FORMAT> {
       for (int j = 0; j < 2; ++j) {
         from[j] = L::kRaw + row * L::kNarrow + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
         to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
+        if (L::kHasRing && !is_narrow) {
+          const int chunk = swizzled(row, lane % 4 * 2 + (begin ^ j));
+          from[j] = L::kRaw + 16 * L::kNarrow + chunk, to[j] = L::wide_at(0) + chunk;
+        }
         asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
       }
     }
   };
   __device__ __forceinline__ void take(Fill& fill, int quarter) const {
     if constexpr (kPacked) {
-      barrier_wait(raw_full(quarter), fill.entry & 1);
+      barrier_wait(raw_full(fill.place_of(quarter)), (L::kHasRing ? fill.turn : fill.entry) & 1);
       if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+      const uint8_t* const from = smem + fill.place_of(quarter) * L::kRawBytes;
+      if (L::kNarrow == kDim || fill.is_narrow)
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        fill.rows[k] =
-            *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
-      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+        for (int k = 0; k < 4; ++k)
+          fill.rows[k] = *reinterpret_cast<const uint2*>(from + fill.from[k % 2] + k / 2 * 8 * L::kNarrow);
+      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + fill.place_of(quarter) * 256);
     }
   }
   __device__ __forceinline__ void put(Fill& fill, int quarter) const {
@@ -88,20 +104,33 @@ struct Outputs : Storage<FORMAT> {
       barrier_arrive(empty(slot, quarter));
       if (quarter == 3) ++fill.entry;
     } else {
-      if (fill.kind == kEnd) return;
+      const int place = fill.place_of(quarter);
+      if (fill.kind == kEnd) {
+        fill.next_place(quarter < 3 ? 1 : 1 - 4);  // since it is taken again
+        return;
+      }
       if (fill.kind == kKeys) {
-        if (L::kNarrow == kDim || fill.is_narrow)
+        const auto to = [&](int k) -> uint4& {
+          return *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128);
+        };
+        if (L::kNarrow == kDim || fill.is_narrow) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const uint2 x = fill.rows[k];
             const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
-            *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
-                make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
-                           times(e4m3_high(x.y), by));
+            to(k) = make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
+                               times(e4m3_high(x.y), by));
           }
+        } else {
+          const uint8_t* const from = smem + place * L::kRawBytes;
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            to(k) = *reinterpret_cast<const uint4*>(from + fill.from[k % 2] + k / 2 * 8 * 128);
+        }
         if (quarter == 3) fence_async(), barrier_arrive(full(slot));
       }
-      barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
+      barrier_arrive(raw_empty(place));  // what comes next, or q, may come
+      fill.next_place(1);
       if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
     }
   }
