@@ -3,7 +3,7 @@
 
 #include <cuda.h>
 
-#include "sm90_wgmma.cuh"
+#include "turns.cuh"
 
 namespace mla {
 namespace m64 {
@@ -82,7 +82,8 @@ struct Layout {
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;         // [items, even and odd][kHeads]
   static constexpr int kKind = kFactor + 2 * kHeads * 4;            // [4 entries]
   static constexpr int kThere = kKind + 4 * 4;                      // [4 entries]: a bit for every row
-  static constexpr int kBarriers = kThere + 4 * 8;
+  static constexpr int kTurns = kThere + 4 * 8;
+  static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 16 * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
 };
@@ -154,8 +155,10 @@ struct Item {
   int head0, window, keys, tiles;
 
   __device__ __forceinline__ Item(const Params& p, int i, const LaneLengths& lengths) {
+    *this = Item(p, i, __shfl_sync(~0u, lengths.mine, 0), __shfl_sync(~0u, lengths.mine, 1));
+  }
+  __device__ __forceinline__ Item(const Params& p, int i, int visible, int topk) {
     token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;
-    const int visible = __shfl_sync(~0u, lengths.mine, 0), topk = __shfl_sync(~0u, lengths.mine, 1);
     window = max(0, min(visible, kWindow));
     keys = window + (visible > 0 ? max(kWindow, min(topk, p.width)) - kWindow : 0);
     tiles = (keys + kTile - 1) / kTile;
@@ -186,6 +189,7 @@ template <bool FP8>
 struct Storage : Thread {
   using L = Layout<FP8>;
   const Call& call;
+  const Turns turns;
 
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile

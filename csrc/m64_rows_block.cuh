@@ -50,7 +50,8 @@ struct Layout : RowLayout<FORMAT> {
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;
   static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]
-  static constexpr int kBarriers = kKind + 4 * 4;
+  static constexpr int kTurns = kKind + 4 * 4;
+  static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 18 * 8;
   static_assert(kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
@@ -113,8 +114,11 @@ struct Item {
   int of_first, keys, first = 0;
 
   __device__ __forceinline__ Item(const Call& p, int unit, const LaneLengths& lengths) {
-    of_first = max(0, min(__shfl_sync(~0u, lengths.mine, 0), p.sources[0].width));
-    keys = of_first + max(0, min(__shfl_sync(~0u, lengths.mine, 1), p.sources[1].width));
+    *this = Item(p, unit, __shfl_sync(~0u, lengths.mine, 0), __shfl_sync(~0u, lengths.mine, 1));
+  }
+  __device__ __forceinline__ Item(const Call& p, int unit, int first_length, int second_length) {
+    of_first = max(0, min(first_length, p.sources[0].width));
+    keys = of_first + max(0, min(second_length, p.sources[1].width));
     if (unit >= p.whole) {
       const uint32_t part = unit - p.whole - p.in_parts(unit - p.whole) * p.parts, all = tiles();
       first = p.in_parts(all * part) * kTile;
@@ -173,6 +177,7 @@ struct Storage {
   uint8_t* const smem;
   const uint32_t base;
   const int warp, lane;
+  const Turns turns;
 
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
 

@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Fetch : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_full, Base::tail_empty;
+  using Base::raw_empty, Base::q_full, Base::tail_empty, Base::turns;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
   static constexpr int kSpread = 16;
@@ -149,16 +149,16 @@ struct Fetch : Storage<FORMAT> {
     // A lane looks up a row of two tiles, two tiles ahead; false after the last item. What is no index of a row, as a
     // negative one, is that of a missing row.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
-    int i = blockIdx.x, key0 = -2 * kTile, index;
+    int turn = 0, i = turns[0], key0 = -2 * kTile, index;
     Item item(p, i, LaneLengths(p, i, lane));
-    LaneLengths next_lengths(p, i + gridDim.x, lane);
+    LaneLengths next_lengths(p, turns[1], lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
       if (key0 >= item.tiles() * kTile) {
-        i += gridDim.x;
+        i = turns[++turn];
         if (i >= p.units) return false;
         item = Item(p, i, next_lengths), key0 = 0;
-        next_lengths = LaneLengths(p, i + gridDim.x, lane);
+        next_lengths = LaneLengths(p, turns[turn + 1], lane);
       }
       const int key = key0 + my_key;
       index = -1;

@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::q_full, Base::q_read;
-  using Base::tail_empty, Base::ready, Base::used, Base::known;
+  using Base::tail_empty, Base::ready, Base::used, Base::known, Base::turns;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
   // Of 16 dimensions: those whose q is in registers, 0 to 255 and the tail; q of the rest is in shared memory.
@@ -20,8 +20,8 @@ struct Scores : Storage<FORMAT> {
     const int g = lane / 4, t = lane % 4, row = warp % 4 * 16 + g;
     const int lane_row = warp % 4 * 16 + (lane >> 3 & 1) * 8 + (lane & 7);
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
-    LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.units; i += gridDim.x) {
+    LaneLengths lengths(p, turns[0], lane);
+    for (int turn = 0, i = turns[0]; i < p.units; i = turns[++turn]) {
       const int tiles = Item(p, i, lengths).tiles();
       uint32_t q[16][4], tail[kTailSteps + 1][4];
       float scale[2] = {p.bmm1 * kLog2e, p.bmm1 * kLog2e};
@@ -109,7 +109,7 @@ struct Scores : Storage<FORMAT> {
         const uint64_t k = descriptor(base + slot * kTileBytes);
         if (left == 1) {
           // What the end of the item and the next one need is asked for before the last scores.
-          lengths = LaneLengths(p, i + gridDim.x, lane);
+          lengths = LaneLengths(p, turns[turn + 1], lane);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int head = Item::head0(p, i) + row + h * 8;

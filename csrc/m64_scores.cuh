@@ -10,7 +10,7 @@ template <bool FP8>
 struct Scores : Storage<FP8> {
   using Base = Storage<FP8>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::q_full, Base::q_read;
-  using Base::ready, Base::used;
+  using Base::ready, Base::used, Base::turns;
   using L = Layout<FP8>;
 
   __device__ __forceinline__ void weigh() const {
@@ -19,11 +19,11 @@ struct Scores : Storage<FP8> {
     const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
     const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
     uint32_t entry = 0, tile = 0, odd = 0, phases = 0;  // a bit a slot
-    LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+    LaneLengths lengths(p, turns[0], lane);
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const int tiles = Item(p, i, lengths).tiles;
       if (tiles == 0) {
-        lengths = LaneLengths(p, i + gridDim.x, lane);
+        lengths = LaneLengths(p, turns[turn + 1], lane);
         continue;
       }
       uint32_t q[16][4];  // first half of the dimensions
@@ -108,7 +108,7 @@ struct Scores : Storage<FP8> {
         const uint64_t k = descriptor(base + slot * kTileBytes);
         if (left == 1) {
           // What the end of the item and the next one need is asked for before the last scores.
-          lengths = LaneLengths(p, i + gridDim.x, lane);
+          lengths = LaneLengths(p, turns[turn + 1], lane);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int head = (i & p.head_blocks - 1) * kHeads + row + h * 8;

@@ -3,7 +3,7 @@
 
 #include "rows.cuh"
 #include "scheduler.cuh"
-#include "sm90_wgmma.cuh"
+#include "turns.cuh"
 
 namespace mla {
 namespace mma {
@@ -75,6 +75,7 @@ struct alignas(128) SharedStorage {
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
   float stats[S::kConsumerGroups == 1 ? kMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
+  int turns[kMostTurns];                                             // of the block; only in its first group's
 };
 
 }  // namespace mma

@@ -14,7 +14,7 @@ template <bool FP8>
 struct Block : Scores<FP8> {
   using Base = Scores<FP8>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_full, Base::q_read, Base::ready, Base::used, Base::call, Base::out_of;
+  using Base::raw_empty, Base::q_full, Base::q_read, Base::ready, Base::used, Base::call, Base::out_of, Base::turns;
   using L = Layout<FP8>;
 
   // ---------------------------------------------------------------- rows, and q, on their way
@@ -37,16 +37,16 @@ struct Block : Scores<FP8> {
     };
     // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
-    int i = blockIdx.x, key0 = -2 * kTile;
+    int turn = 0, i = turns[0], key0 = -2 * kTile;
     Item item(p, i, LaneLengths(p, i, lane));
-    LaneLengths next_lengths(p, i + gridDim.x, lane);
+    LaneLengths next_lengths(p, turns[1], lane);
     const auto look_up = [&] {
       key0 += 2 * kTile;
       while (key0 >= item.keys) {
-        i += gridDim.x;
+        i = turns[++turn];
         if (i >= p.items) return -2;
         item = Item(p, i, next_lengths), key0 = 0;
-        next_lengths = LaneLengths(p, i + gridDim.x, lane);
+        next_lengths = LaneLengths(p, turns[turn + 1], lane);
       }
       const int key = key0 + my_key, column = key < item.window ? key : kWindow + key - item.window;
       return key < item.keys ? max(p.indices[item.token * p.indices_stride + column], -1) : -1;
@@ -212,15 +212,15 @@ struct Block : Scores<FP8> {
     Fill fill(warp, lane);
     take_and_put(fill), take_and_put(fill);
     bool started = false;  // with the item: the entry after its first tile is there
-    LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+    LaneLengths lengths(p, turns[0], lane);
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const int tiles = Item(p, i, lengths).tiles;
       if (tiles == 0) {
         const Item item(p, i, lengths);
         for (int head = warp; head < min(kHeads, p.heads - item.head0); head += 8)
           for (int k = 0; k < 2; ++k)
             reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
-        lengths = LaneLengths(p, i + gridDim.x, lane);
+        lengths = LaneLengths(p, turns[turn + 1], lane);
         continue;
       }
       // Outputs so far, and the maximum they are relative to.
@@ -293,7 +293,7 @@ struct Block : Scores<FP8> {
         for (int n = 0; n < 4; ++n)
           stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[n][0], packed[n][1], packed[n][2],
                    packed[n][3]);
-        if (c == 1) lengths = LaneLengths(p, i + gridDim.x, lane);  // long before its use, where registers are free
+        if (c == 1) lengths = LaneLengths(p, turns[turn + 1], lane);  // long before its use, where registers are free
         if (FP8 && call.is_mapped) {
           fence_async();
           __syncwarp();
@@ -326,13 +326,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Block<FP8> block{{{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}, p}}};
+  int* const list = reinterpret_cast<int*>(smem + Layout<FP8>::kTurns);
+  const Turns turns(list, p.items);
+  const Block<FP8> block{{{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}, p, turns}}};
   if (threadIdx.x == 0) {
     block.init();
     if (FP8 && p.is_mapped) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.q_map) : "memory");
   }
   wait_for_previous();
-  __syncthreads();
+  if (turns.is_sorted)
+    sort_items(turns, smem, list, [&](int i) {
+      const int token = i >> p.head_blocks - 1;
+      return Item(p, i, p.visible[token], p.topk_lens[token]).tiles;
+    });
+  else
+    __syncthreads();
   if (warp >= 12) {
     give_registers<48>();
     block.template fetch<FIRST>();

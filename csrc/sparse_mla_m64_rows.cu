@@ -40,7 +40,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_read, Base::ready, Base::used, Base::known;
+  using Base::raw_empty, Base::q_read, Base::ready, Base::used, Base::known, Base::turns;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
 
@@ -120,8 +120,8 @@ struct Outputs : Storage<FORMAT> {
     Fill fill(warp, lane);
     take_and_put(fill), take_and_put(fill);
     bool started = false;  // with the item: the entry after its first tile is there
-    LaneLengths lengths(p, blockIdx.x, lane);
-    for (int i = blockIdx.x; i < p.units; i += gridDim.x) {
+    LaneLengths lengths(p, turns[0], lane);
+    for (int turn = 0, i = turns[0]; i < p.units; i = turns[++turn]) {
       const int tiles = Item(p, i, lengths).tiles();
       // Outputs so far, and the maximum they are relative to.
       float o[128] = {}, relative[2];
@@ -161,7 +161,7 @@ struct Outputs : Storage<FORMAT> {
       const float* const factors = floats(L::kFactor) + odd * kHeads + row;
       const float factor[2] = {factors[0], factors[8]};
       odd ^= 1;
-      lengths = LaneLengths(p, i + gridDim.x, lane);
+      lengths = LaneLengths(p, turns[turn + 1], lane);
       const int head0 = Item::head0(p, i) + row;
       __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) +
                                  int64_t{Item::token(p, i)} * p.out_token_stride + half * (kDim / 2) +
@@ -214,13 +214,26 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
   using L = Layout<FORMAT>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Storage<FORMAT> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)};
+  int* const list = reinterpret_cast<int*>(smem + L::kTurns);
+  const Turns turns(list, p.units);
+  const Storage<FORMAT> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32), turns};
   if (threadIdx.x == 0) {
     block.init();
     if (p.is_mapped) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.q_map) : "memory");
   }
   wait_for_previous();
-  __syncthreads();
+  if (turns.is_sorted)
+    sort_items(turns, smem, list, [&](int i) {
+      int lengths[2];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const int32_t* const from = p.sources[s].lengths;
+        lengths[s] = from ? from[divided(Item::token(p, i), p.tokens_per_length)] : INT_MAX;
+      }
+      return Item(p, i, lengths[0], lengths[1]).tiles();
+    });
+  else
+    __syncthreads();
   if (warp >= 12) {
     give_registers<L::kFetchRegisters>();
     Fetch<FORMAT>{block}.template fetch<FIRST>();

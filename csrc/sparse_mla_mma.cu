@@ -40,17 +40,18 @@ namespace mma {
 // ---------------------------------------------------------------- producer
 // A lane looks up a row, a stage ahead; eight lanes copy 128 bytes at a time.
 
-template <typename S, bool FIRST>
-__device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& shared, int warp, int lane, int item,
-                                        int step) {
+template <typename S, bool FIRST, typename Order>
+__device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& shared, int warp, int lane,
+                                        const Order& turns) {
   constexpr int kRows = S::kKeys / S::kProducerWarps;  // of a stage, by this warp
   const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
+  int turn = 0, item = turns[0];
   if (item >= p.items) return;
   const auto look_up = [&](const Keys<S::kKeys>& k, int tile) {
     return lane < kRows ? k.index(p, tile * S::kKeys + my_key) : -1;
   };
   Keys<S::kKeys> k(p, item, KeyLengths(p, item));
-  KeyLengths next_lengths(p, item + step);
+  KeyLengths next_lengths(p, turns[1]);
   int next_index = look_up(k, 0), stage = 0, parity = 1;
   while (item < p.items) {
     for (int tile = 0, tiles = k.tiles; tile < tiles; ++tile) {
@@ -58,9 +59,9 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
       const Pool& pool = k.source(p, tile * S::kKeys + my_key).pool;
       if (tile + 1 < tiles) {
         next_index = look_up(k, tile + 1);
-      } else if ((item += step) < p.items) {
+      } else if ((item = turns[++turn]) < p.items) {
         k = Keys<S::kKeys>(p, item, next_lengths);
-        next_lengths = KeyLengths(p, item + step);
+        next_lengths = KeyLengths(p, turns[turn + 1]);
         next_index = look_up(k, 0);
       }
       const Row row(pool, index);
@@ -314,14 +315,15 @@ struct Consumer : Values<FORMAT, WARPS> {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
   }
 
-  __device__ __forceinline__ void consume(int item, int step) {
+  template <typename Order>
+  __device__ __forceinline__ void consume(const Order& turns) {
     int stage = 0, parity = 0, buffer = 0;
-    for (; item < p.items; item += step) {
+    for (int turn = 0, item = turns[0]; item < p.items; item = turns[++turn]) {
       const KeyLengths lengths(p, item);
       const int64_t token = item / (p.splits * p.head_blocks);
       const int head0 = item / p.splits % p.head_blocks * kHeads;
       load_q(token, head0);
-      prefetch_q(item + step);
+      prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
       if (S::kConsumerGroups > 1 || p.splits == 1)
         write_outputs(token, head0);
@@ -350,17 +352,33 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   touch(p);
-  __syncthreads();
-  const int step = gridDim.x * S::kConsumerGroups;
+  // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
+  // time.
+  const auto order = [&](int group) {
+    if constexpr (S::kConsumerGroups > 1)
+      return Turns(groups[0].turns, p.items, group, S::kConsumerGroups);
+    else
+      return InOrder();
+  };
+  bool is_sorted = false;
+  if constexpr (S::kConsumerGroups > 1) {
+    const Turns turns = order(0);
+    is_sorted = turns.is_sorted;
+    if (is_sorted) {
+      wait_for_previous();
+      sort_items(turns, groups[0].rows[0], groups[0].turns,
+                 [&](int i) { return Keys<S::kKeys>(p, i, KeyLengths(p, i)).tiles; });
+    }
+  }
+  if (!is_sorted) __syncthreads();
   if (warp >= kConsumerThreads / 32) {
     give_registers<S::kProducerRegisters>();
     wait_for_previous();
     const int group = S::kConsumerGroups > 1 ? (warp - kConsumerThreads / 32) / S::kProducerWarps : 0;
-    const int first = blockIdx.x + group * gridDim.x;
     if (p.keep_outputs)
-      produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, first, step);
+      produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     else
-      produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, first, step);
+      produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     if (merges) {  // as merge() does
       __syncwarp();
       for (int i = 0; i < 2; ++i)
@@ -372,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     wait_for_previous();
     const int group = S::kConsumerGroups > 1 ? warp / WARPS : 0;
     Consumer<FORMAT, WARPS> consumer(p, groups[group], warp % WARPS, lane, group);
-    consumer.consume(blockIdx.x + group * gridDim.x, step);
+    consumer.consume(order(group));
   }
 #endif
 }

@@ -20,7 +20,7 @@ template <bool FP8, int N>
 struct Block : Scores<FP8, N> {
   using Base = Scores<FP8, N>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::q_empty;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::q_empty, Base::turns;
   using L = Layout<FP8, N>;
 
   // ---------------------------------------------------------------- four warps: rows, and fp16 q, on their way
@@ -31,7 +31,7 @@ struct Block : Scores<FP8, N> {
     constexpr int kRows = FP8 ? 8 : 16, kQParts = 4;  // that fp16 q is loaded in
     const int my_key = (lane / kRows * 4 + warp % 4) * kRows + lane % kRows;
     uint32_t count = 0, served = 0;
-    int i = blockIdx.x;
+    int turn = 0, i = turns[0];
     Item item(p, i, N, Lengths(p, i));
     // Where slot `count` of all is, once it is free.
     const auto slot_of = [&](uint32_t count) {
@@ -60,14 +60,14 @@ struct Block : Scores<FP8, N> {
       // order that goes through a named barrier first.
       if (part == kQParts - 1) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
     };
-    Lengths lengths(p, i + gridDim.x);
+    Lengths lengths(p, turns[1]);
     int next = look_up(item, 0), parts = item.tiles > 0 ? kQParts : 0;  // of q that are there
     while (i < p.items) {
-      i += gridDim.x;
+      i = turns[++turn];
       const Item now = item;
       item = Item(p, i, N, lengths);
       if (i >= p.items) item.keys = item.tiles = 0;
-      lengths = Lengths(p, i + gridDim.x);
+      lengths = Lengths(p, turns[turn + 1]);
       if (FP8 && item.tiles > 0) prefetch_q(p, item, N);
       const auto rest_of_q = [&] {
 #pragma unroll 1
@@ -228,11 +228,11 @@ struct Block : Scores<FP8, N> {
   __device__ __forceinline__ void multiply() const {
     const int g = lane / 4, t = lane % 4;
     uint32_t tile = 0;
-    Lengths lengths(p, blockIdx.x);
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+    Lengths lengths(p, turns[0]);
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const Item item(p, i, N, lengths);
-      lengths = Lengths(p, i + gridDim.x);
-      if (FP8 && i == blockIdx.x && item.tiles > 0) {
+      lengths = Lengths(p, turns[turn + 1]);
+      if (FP8 && turn == 0 && item.tiles > 0) {
         load_q<N, 8>(p, item, warp, lane, smem + L::kQ, floats(L::kScale), floats(L::kSink), [] {});
         barrier_arrive(q_full(0));
       }
@@ -358,10 +358,15 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_kernel(const __g
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
-  const Block<FP8, N> block{{{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}}}};
+  int* const list = reinterpret_cast<int*>(smem + Layout<FP8, N>::kTurns);
+  const Turns turns(list, p.items);
+  const Block<FP8, N> block{{{{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32)}, turns}}};
   if (threadIdx.x == 0) block.init();
   wait_for_previous();
-  __syncthreads();
+  if (turns.is_sorted)
+    sort_items(turns, smem, list, [&](int i) { return Item(p, i, N, Lengths(p, i)).tiles; });
+  else
+    __syncthreads();
   if (warp >= 12) {
     give_registers<80>();
     p.keep_outputs ? block.template produce<true>() : block.template produce<false>();

@@ -1,7 +1,7 @@
 // What a block of sparse_mla_wgmma.cu works on and with: items, products, q, and shared memory.
 #pragma once
 
-#include "sm90_wgmma.cuh"
+#include "turns.cuh"
 
 namespace mla {
 namespace wgmma {
@@ -197,7 +197,8 @@ struct Layout {
   static constexpr int kState = kFactor + 2 * N * 4;           // [weights]: whether outputs are to be corrected
   // A bit for every row: [slots][4 warps that fetch], or of quarters [4 tiles][4 warps].
   static constexpr int kThere = kState + 16;
-  static constexpr int kBarriers = kThere + (FP8 ? kSlots * 4 : 4 * 8);
+  static constexpr int kTurns = kThere + (FP8 ? kSlots * 4 : 4 * 8);
+  static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
   static_assert(!FP8 || kSlots % 2 == 0, "bits of a tile's halves must lie together");
   static_assert(kBarriers % 8 == 0, "barriers must be aligned");
@@ -209,6 +210,7 @@ struct Layout {
 template <bool FP8, int N>
 struct Storage : Thread {
   using L = Layout<FP8, N>;
+  const Turns turns;
 
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }

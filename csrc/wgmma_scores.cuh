@@ -10,7 +10,7 @@ template <bool FP8, int N>
 struct Scores : Storage<FP8, N> {
   using Base = Storage<FP8, N>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns;
   using L = Layout<FP8, N>;
 
   // Scores of 64 keys, S^T = K Q^T.
@@ -238,7 +238,7 @@ struct Scores : Storage<FP8, N> {
 
   __device__ __forceinline__ void weigh() const {
     uint32_t tile = 0, served = 0;
-    Lengths lengths(p, blockIdx.x);
+    Lengths lengths(p, turns[0]);
     // BF16 q is fetched here, and the sink of the head that is this thread's.
     const int my_head = threadIdx.x % 128;
     const __nv_bfloat16* q = nullptr;
@@ -251,7 +251,7 @@ struct Scores : Storage<FP8, N> {
       sink = my_head < N && my_head < heads && p.sinks ? p.sinks[item.head0 + my_head] : -INFINITY;
     };
     const float scale = FP8 ? 0.f : (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const Item item(p, i, N, lengths);
       if (!FP8 && item.tiles > 0) {
         // The last item's q is read by nobody any more: finish() has barriers.
@@ -262,7 +262,8 @@ struct Scores : Storage<FP8, N> {
         fence_async();
         sync_threads(1, 128);
       }
-      lengths = Lengths(p, i + gridDim.x);
+      const int next = turns[turn + 1];
+      lengths = Lengths(p, next);
       if (item.tiles == 0) {
         const int head = threadIdx.x % 128;
         if (p.splits > 1 && head < N) floats(L::kFactor)[head] = kNoMaximum, floats(L::kFactor)[N + head] = 0.f;
@@ -274,11 +275,11 @@ struct Scores : Storage<FP8, N> {
       if (FP8) barrier_wait(q_full(buffer), served / L::kQBuffers & 1);
       for (int left = item.tiles; left > 0; --left, ++tile) {
         float s[N / 2];
-        if (!FP8 && left == 1) look_ahead(Item(p, i + gridDim.x, N, lengths));  // while the last rows are waited for
+        if (!FP8 && left == 1) look_ahead(Item(p, next, N, lengths));  // while the last rows are waited for
         scores(s, tile, buffer);
         if (!FP8 && left == 1) {
           // The next item's q comes while the last weights are computed. It has keys if one is visible.
-          q_comes = i + gridDim.x < p.items && lengths.visible > 0;
+          q_comes = next < p.items && lengths.visible > 0;
           sync_threads(1, 128);  // all have read this item's
           if (q_comes) copy_q(q, heads);
         }
