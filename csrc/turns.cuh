@@ -35,21 +35,27 @@ struct InOrder {
 };
 
 // Fills the list of `turns`, by all threads of a block, of which there are at least 32 * kMostTurns. Every block finds
-// the same order: by `tiles_of` an item, then by number. `scratch` is free again when all have returned, also for
-// copies.
+// the same order: by `tiles_of` an item, then by number; as they are numbered if all are of one size. `scratch` is free
+// again when all have returned, also for copies.
 template <typename TilesOf>
 __device__ __forceinline__ void sort_items(const Turns& turns, uint8_t* scratch, int* list, const TilesOf& tiles_of) {
   constexpr int kSizes = Turns::kSizes;
   int* const counts = reinterpret_cast<int*>(scratch);
   uint8_t* const sizes = scratch + kSizes * 4;
   const int items = turns.items, padded = (items + 511) / 512 * 512;  // 32 lanes look at 16 items each
-  if (threadIdx.x < kSizes) counts[threadIdx.x] = 0;
-  __syncthreads();
+  const auto size_of = [&](int i) { return kSizes - 1 - min(tiles_of(i), kSizes - 1); };
+  const int of_first = size_of(0);
+  bool differs = false;
   for (int i = threadIdx.x; i < padded; i += blockDim.x) {
-    const int size = i < items ? kSizes - 1 - min(tiles_of(i), kSizes - 1) : 255;
-    if (i < items) atomicAdd(counts + size, 1);
+    const int size = i < items ? size_of(i) : 255;
+    differs |= i < items && size != of_first;
     sizes[i] = static_cast<uint8_t>(size);
   }
+  if (threadIdx.x < kSizes) counts[threadIdx.x] = 0;
+  if (threadIdx.x < kMostTurns) list[threadIdx.x] = blockIdx.x + threadIdx.x * gridDim.x;
+  fence_async();
+  if (!__syncthreads_or(differs)) return;
+  for (int i = threadIdx.x; i < items; i += blockDim.x) atomicAdd(counts + sizes[i], 1);
   __syncthreads();
   const int turn = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
