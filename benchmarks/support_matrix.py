@@ -21,7 +21,7 @@ BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
             "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
 RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla"}  # of accuracy, by a word of the bar
 # What a result calls the GPU, by the column it is evidence for.
-MODELS = {"H200": "hopper"}
+MODELS = {"H100": "hopper", "H200": "hopper"}
 DETAILS = "docs/releases.md"
 
 
