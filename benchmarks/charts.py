@@ -40,9 +40,9 @@ SERVING = [
 Bar = tuple[float, float, float]  # median, least, most
 
 
-def kernel_results(results: Path) -> dict[str, Any]:
+def kernel_results(results: Path, gpu: str = "h200") -> dict[str, Any]:
     """What sparse_mla.py wrote."""
-    return json.loads((results / "stock_rows_h200.json").read_text("utf-8"))
+    return json.loads((results / f"stock_rows_{gpu}.json").read_text("utf-8"))
 
 
 def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:

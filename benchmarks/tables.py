@@ -38,6 +38,8 @@ PHASES = {
     },
 }
 FEW = (8, 16)  # heads
+CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
+STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
@@ -67,9 +69,9 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(store: str, kind: str) -> dict[tuple[str, int, int], float]:
+def speedups(store: str, kind: str, gpu: str = "h200") -> dict[tuple[str, int, int], float]:
     """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours."""
-    rows = kernel_results(ROOT / "benchmarks/results")["results"]
+    rows = kernel_results(ROOT / "benchmarks/results", gpu)["results"]
     return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
             if row["rows"] == ROWS.get(store, store) and row["phase"] in PHASES[kind]}  # fmt: skip
 
@@ -113,13 +115,13 @@ def headline() -> str:
 
 
 def attention(
-    calls: Iterable[tuple[str, int]] = (), stores: Iterable[tuple[str, str]] = (("fp8", "FP8"), ("bf16", "BF16"))
+    calls: Iterable[tuple[str, int]] = (), stores: Iterable[tuple[str, str]] = CACHES.items(), gpu: str = "h200"
 ) -> str:
     """All calls, or those of some phases and numbers of tokens."""
     rows: dict[str, dict[int, float]] = {}
     for store, title in stores:
         for kind, titles in PHASES.items():
-            for (phase, tokens, heads), ratio in speedups(store, kind).items():
+            for (phase, tokens, heads), ratio in speedups(store, kind, gpu).items():
                 if not calls or (phase, tokens) in calls:
                     rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
     heads = sorted({number for by in rows.values() for number in by})
@@ -132,7 +134,12 @@ def by_heads() -> str:
 
 
 def stock_rows() -> str:
-    return attention(stores=((rows, rows) for rows in ("584", "656", "576")))
+    return attention(stores=STOCK.items())
+
+
+def h100() -> str:
+    calls = [*(("decode", tokens) for tokens in (1, 16, 128, 512)), ("prompt", 4096)]
+    return attention(calls, (CACHES | STOCK).items(), "h100")
 
 
 def choosing() -> str:
@@ -247,7 +254,7 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, choosing, attention, stock_rows, accuracy, row_sizes, one_call, models, serving,
+    headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, serving,
     serving_share, decode_step, steps,
 )}  # fmt: skip
 

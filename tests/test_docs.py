@@ -98,7 +98,7 @@ def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
     measured = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 1, "speedup": 2.0}
     rows = [measured, measured | {"rows": "584", "speedup": 9}, measured | {"phase": "prefill", "speedup": 9}]
     rows.append(measured | {"phase": "mixed", "tokens": 128, "speedup": 3.0})
-    monkeypatch.setattr(tables, "kernel_results", lambda folder: {"results": rows})
+    monkeypatch.setattr(tables, "kernel_results", lambda folder, gpu: {"results": rows})
     run = {"output_throughput": 1.0, "compiled": []}
     invalid = {"16": run, "64": run | {"compiled": ["kernel"]}}
     results = {

@@ -24,12 +24,17 @@ from .row_formats import BF16, V4, V32, RowFormat
 PROVIDERS = ("reference", "triton", "sm90")
 # Where the sm90 provider takes no longer than FlashMLA, which runs 64 or 128 heads
 # whatever the model has: {row format: {up to heads: ((from, to) tokens, ...)}}, None
-# for any number. Measured on an H200 against FlashMLA of vLLM 0.22.1,
-# benchmarks/results/stock_rows_h200.json and small_batches_h200.txt; V4's prefill, over
-# gathered BF16 rows of 512, goes by V3.2's of 576.
+# for any number. Measured on an H200 and an H100 against FlashMLA of vLLM 0.22.1,
+# benchmarks/results/stock_rows_*.json; V4's prefill, over gathered BF16 rows of 512,
+# goes by V3.2's of 576.
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
-    V4.name: {16: ((0, None),), 64: ((0, 512),), 128: ((0, 2), (12, 512))},
+    V4.name: {
+        16: ((0, None),),
+        32: ((0, 512),),
+        64: ((0, 8), (16, 512)),
+        128: ((0, 2), (12, 512)),
+    },
     V32.name: {32: ((0, None),), 64: ((0, 4), (12, 512)), 128: ((0, 1), (8, 512))},
     BF16.name: {16: ((0, None),), 64: ((0, 64),), 128: ((0, 32),)},
 }
