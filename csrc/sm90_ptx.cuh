@@ -95,6 +95,27 @@ __device__ __forceinline__ uint32_t rest_bf16(float x, float y, uint32_t packed)
   const float2 back = unpack_bf16(packed);
   return pack_bf16(x - back.x, y - back.y);
 }
+// BF16 times a power of two.
+__device__ __forceinline__ uint32_t scaled_bf16(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
+// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
+// One after another, since with all products first registers are spilled.
+__device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm volatile(
+      "{.reg .b32 l, h; mul.rn.bf16x2 h, %1, %2; shl.b32 l, h, 16; and.b32 h, h, 0xFFFF0000;\n"
+      "cvt.rn.f16x2.f32 %0, h, l;}" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
 
 template <int N>
 __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from) {

@@ -58,6 +58,10 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
 
+// Up to 32 heads, heads on N, of kV4 and kV32; one block an SM, or 2 to 8 blocks share a token's keys. Calls have neither
+// offsets nor scales in memory, nor ask for the largest score.
+cudaError_t launch_sparse_mla_wgmma_rows(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream);
+
 // Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of
 // the others' keys so many parts, which the workspace holds.
 struct M64Division {

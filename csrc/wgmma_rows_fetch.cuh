@@ -1,0 +1,213 @@
+// Rows and q of sparse_mla_wgmma_rows.cu on their way, which one warpgroup fetches.
+#pragma once
+
+#include "wgmma_rows_block.cuh"
+
+namespace mla {
+namespace wgmma_rows {
+
+template <RowFormat FORMAT>
+struct Fetch : Storage<FORMAT> {
+  using Base = Storage<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::q_full;
+  using Base::q_empty, Base::turns;
+  using L = Layout<FORMAT>;
+  static constexpr bool kIsV4 = FORMAT == RowFormat::kV4;
+  // A slot is prepared when the copies of so many later ones have begun. A slot is free once two tiles of the others
+  // are multiplied, so that nobody waits for one that is not prepared.
+  static constexpr int kBehind = 2;
+  static_assert(L::kSlots >= 4 + kBehind + 1, "or else all wait for each other");
+
+  // A warp has 8 rows of every slot. 32 chunks of a row are copied at once, 16 bytes a lane, and what is left of its
+  // wide part with those of other rows.
+  static constexpr int kFirstWide = (512 - L::kNarrow) / 16, kChunks = 8 - kFirstWide;  // of each, then
+  static constexpr int kRowsAtOnce = 32 / kChunks, kLeft = 8 / kRowsAtOnce;
+  struct Addresses {
+    const uint8_t *rows[8], *left[kLeft], *scales;
+  };
+  // All are passed on before the first copy: a shuffle after it would wait until the copy has left. Lane
+  // `first_lane` + r has looked up row r.
+  __device__ __forceinline__ Addresses pass_on(const uint8_t* mine, const uint8_t* scales, int first_lane) const {
+    Addresses a;
+    const auto of = [&](int lane) {
+      return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane));
+    };
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      a.rows[r] = of(first_lane + r) + lane * 16;
+      asm volatile("" : "+l"(a.rows[r]));
+    }
+#pragma unroll
+    for (int k = 0; k < kLeft; ++k) {
+      a.left[k] = of(first_lane + k * kRowsAtOnce + lane / kChunks) + L::kWideAt + (kFirstWide + lane % kChunks) * 16;
+      asm volatile("" : "+l"(a.left[k]));
+    }
+    a.scales = scales;
+    return a;
+  }
+  template <bool FIRST>
+  __device__ __forceinline__ void copy(const Addresses& from, int slot, int first_lane, unsigned there) const {
+    const uint32_t to = base + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes;
+    const int chunk = lane < L::kNarrow / 16 ? lane / 8 * 1024 + lane % 8 * 16
+                                             : L::kWideAtGroup + (lane - L::kNarrow / 16) * 16;
+#pragma unroll
+    for (int r = 0; r < 8; ++r) copy16<FIRST>(to + r * 128 + (chunk ^ r * 16), from.rows[r], there >> r & 1 ? 16 : 0);
+#pragma unroll
+    for (int k = 0; k < kLeft; ++k) {
+      const int r = k * kRowsAtOnce + lane / kChunks;
+      copy16<FIRST>(to + L::kWideAtGroup + swizzled(r, kFirstWide + lane % kChunks), from.left[k],
+                    there >> r & 1 ? 16 : 0);
+    }
+    if (lane / 8 * 8 == first_lane) {
+      const int r = lane % 8;
+      const uint32_t at = base + L::kOfRows + (slot * 32 + warp % 4 * 8 + r) * 16;
+      if constexpr (kIsV4)
+        copy8(at, from.scales, there >> r & 1 ? 8 : 0);
+      else
+        copy16<FIRST>(at, from.scales, there >> r & 1 ? 16 : 0);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Rows that have come, and what this warp has copied of them: a lane has chunk lane % 8 of the wide parts of rows
+  // lane / 8 and 4 further, and one of their scales. Finds the powers of two that rows are divided by, so that no value
+  // reaches 2^15; makes ratios of scales to them; divides wide parts.
+  __device__ __forceinline__ void prepare(int slot, unsigned there) const {
+    const int row0 = warp % 4 * 8, row = lane / 8, of = lane % 8;
+    uint8_t* const of_rows = smem + L::kOfRows + (slot * 32 + row0 + row) * 16;
+    // Rows 4 apart have chunks 4 apart.
+    uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
+    uint4* const wide_at[2] = {reinterpret_cast<uint4*>(wide_parts + swizzled(row, of)),
+                               reinterpret_cast<uint4*>(wide_parts + (swizzled(row, of) ^ 64) + 512)};
+    uint32_t scales[2];
+    uint4 wide[2];
+    int powers = 0;  // of both rows
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kIsV4)
+        scales[k] = of < L::kGroups ? of_rows[k * 64 + of] << 23 : 0;
+      else
+        scales[k] = reinterpret_cast<const uint32_t*>(of_rows + k * 64)[of % L::kGroups];
+      wide[k] = *wide_at[k];
+      // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
+      int power = static_cast<int>(scales[k] >> 23 & 0xFF) + 1 + 9 - 15;
+      if constexpr (kIsV4) {
+        uint32_t largest = larger_magnitudes(larger_magnitudes(wide[k].x, wide[k].y),
+                                             larger_magnitudes(wide[k].z, wide[k].w)) & 0x7FFF7FFF;
+        largest = max(largest & 0xFFFF, largest >> 16);
+        power = max(power, static_cast<int>(largest >> 7) + 1 - 15);
+      }
+      powers |= (min(max(power, 127 - 100), 127 + 100)) << k * 16;
+    }
+#pragma unroll
+    for (int mask = 1; mask < 8; mask *= 2) powers = __vmaxu2(powers, __shfl_xor_sync(~0u, powers, mask));
+    __syncwarp();  // all have read their scales
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t power = powers >> k * 16 & 0xFFFF;
+      const __half ratio = __float2half_rn(__uint_as_float(scales[k]) * __uint_as_float((254 - power) << 23));
+      reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of == 7 ? power : __half_as_ushort(ratio);
+      if (of < L::kGroups)
+        reinterpret_cast<__half*>(smem + L::kRatios)[(slot * L::kGroups + of) * 32 + row0 + row + k * 4] = ratio;
+      const auto divided = [&](uint32_t two) {
+        const uint32_t by = (254 - power) * 0x00800080;
+        return kIsV4 ? scaled_to_half(two, by) : scaled_bf16(two, by);
+      };
+      *wide_at[k] = make_uint4(divided(wide[k].x), divided(wide[k].y), divided(wide[k].z), divided(wide[k].w));
+    }
+    if (lane == 0) smem[L::kThere + slot * 4 + warp % 4] = there;
+    barrier_arrive(full(slot));
+  }
+
+  // The next item's q into the L2 cache.
+  __device__ __forceinline__ void prefetch_q(int64_t token) const {
+    constexpr int kLines = L::kDims * 2 / 128;
+    for (int i = threadIdx.x % 128; i < p.heads * kLines; i += 128)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride +
+                                                    i / kLines * p.q_head_stride + i % kLines * 64));
+  }
+
+  template <bool FIRST>
+  __device__ __forceinline__ void fetch() const {
+    constexpr int kQParts = 4;  // that q is loaded in
+    using Q = PartOfQ<FORMAT, 4 * kQParts>;
+    const int my_key = (lane / 8 * 4 + warp % 4) * 8 + lane % 8;  // of two tiles, whose rows a lane looks up
+    uint32_t begun = 0, prepared = 0, of_last = 0;  // slots, and which rows of the last four there are
+    const auto prepare_next = [&] {
+      prepare(prepared % L::kSlots, of_last >> (begun - prepared - 1) * 8 & 0xFF);
+      ++prepared;
+    };
+    const auto prepare_all = [&] {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      __syncwarp();
+#pragma unroll 1
+      while (prepared < begun) prepare_next();
+    };
+    // The `served`th item's q, in parts. The first one's is loaded by those who have nothing else to do yet.
+    uint32_t served = 0;
+    int parts = kQParts;
+    const auto store_q = [&](Q& q) {
+      const int buffer = served % 2;
+      if (parts == 0) barrier_wait(q_empty(buffer), served / 2 & 1 ^ 1);
+      q.store(p, warp % 4 + parts * 4, lane, smem + L::kQ + buffer * L::kQBytes, floats(L::kScale) + buffer * kHeads);
+      // Twice: those who load the first q are twice as many.
+      if (++parts == kQParts) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
+    };
+
+    int turn = 0, i = turns[0];
+    Item item(p, i, KeyLengths(p, i));
+    KeyLengths lengths(p, turns[1]);
+    int next = item.index(p, my_key);
+    while (i < p.items) {
+      i = turns[++turn];
+      const Item now = item;
+      item = Item(p, i, lengths);
+      const bool is_more = i < p.items;
+      if (!is_more) item.keys = 0;
+      lengths = KeyLengths(p, turns[turn + 1]);
+      if (is_more) prefetch_q(item.token);
+      if (parts < kQParts) {
+        prepare_all();
+#pragma unroll 1
+        while (parts < kQParts) {
+          Q q;
+          q.load(p, now.token, warp % 4 + parts * 4, lane);
+          store_q(q);
+        }
+      }
+      ++served, parts = 0;
+      for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
+        const Pool& pool = now.first + key0 + my_key < now.of_first ? p.sources[0].pool : p.sources[1].pool;
+        const Row mine(pool, next);
+        // Behind the rows of a page are 8 bytes for each.
+        const uint8_t* const scales =
+            kIsV4 ? mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8 : mine.at + L::kNarrow;
+        const unsigned there = __ballot_sync(~0u, mine.exists);
+        next = key0 + 128 < now.tiles * kTile ? now.index(p, key0 + 128 + my_key) : item.index(p, my_key);
+#pragma unroll 1
+        for (int h = 0; h < 4; ++h) {
+          if (key0 + h * 32 >= now.tiles * kTile) break;
+          const unsigned bits = there >> h * 8 & 0xFF;
+          const Addresses from = pass_on(mine.at, scales, h * 8);
+          // The next item's q comes around rows: the item before this one has been scored, its q is free.
+          const bool is_q = key0 == 128 && is_more;
+          Q q;
+          if (is_q) q.load(p, item.token, warp % 4 + parts * 4, lane);
+          barrier_wait(empty(begun % L::kSlots), begun / L::kSlots & 1 ^ 1);
+          copy<FIRST>(from, begun % L::kSlots, h * 8, bits);
+          of_last = of_last << 8 | bits, ++begun;
+          if (begun - prepared > kBehind) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
+            __syncwarp();
+            prepare_next();
+          }
+          if (is_q) store_q(q);
+        }
+      }
+    }
+    prepare_all();
+  }
+};
+
+}  // namespace wgmma_rows
+}  // namespace mla
