@@ -61,18 +61,15 @@ struct Outputs : Storage<FORMAT> {
       const uint32_t count = 2 * tile + step / 2, slot = count % L::kSlots;
       if (step % 2 == 0) barrier_wait(full(slot), count / L::kSlots & 1);
       const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
+      const auto row = [&](int k) { return rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row); };
+      if constexpr (L::kHasWideValues)
+        if (is_wide) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint8_t* const from = rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row);
-        if constexpr (L::kHasWideValues) {
-          if (is_wide)
-            read_words(raw[k], from);
-          else
-            read_words(reinterpret_cast<uint32_t(&)[2]>(raw[k]), from);
-        } else {
-          read_words(raw[k], from);
+          for (int k = 0; k < 4; ++k) read_words(raw[k], row(k));
+          return;
         }
-      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) read_words(reinterpret_cast<uint32_t(&)[2]>(raw[k]), row(k));
 #pragma unroll
       for (int k = 0; k < 2; ++k)
         ratios[k] = *reinterpret_cast<const uint32_t*>(
@@ -80,18 +77,22 @@ struct Outputs : Storage<FORMAT> {
     };
     // Two keys of one dimension to a register.
     const auto to_operand = [&](uint32_t (&to)[4][4]) {
+      if constexpr (L::kHasWideValues)
+        if (is_wide) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if (is_wide) {
-            const uint32_t x = raw[2 * k][L::kHasWideValues ? m : 0], y = raw[2 * k + 1][L::kHasWideValues ? m : 0];
-            to[m][2 * k] = __byte_perm(x, y, 0x5410), to[m][2 * k + 1] = __byte_perm(x, y, 0x7632);
-          } else {
-            const uint32_t pairs = __byte_perm(raw[2 * k][m / 2], raw[2 * k + 1][m / 2], m % 2 ? 0x7362 : 0x5140);
-            to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
+          for (int i = 0; i < 8; ++i) {
+            const int m = i / 2, k = i % 2;
+            to[m][2 * k] = __byte_perm(raw[2 * k][m], raw[2 * k + 1][m], 0x5410);
+            to[m][2 * k + 1] = __byte_perm(raw[2 * k][m], raw[2 * k + 1][m], 0x7632);
           }
+          return;
         }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int m = i % 4, k = i / 4;
+        const uint32_t pairs = __byte_perm(raw[2 * k][m / 2], raw[2 * k + 1][m / 2], m % 2 ? 0x7362 : 0x5140);
+        to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
+      }
     };
     read(0);
     to_operand(a[0]);
@@ -215,8 +216,13 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   int* const list = reinterpret_cast<int*>(smem + L::kTurns);
   const Turns turns(list, p.items);
-  const Storage<FORMAT> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32), turns};
-  if (threadIdx.x == 0) block.init();
+  // The lane is asked for in each role, or else one that lacks registers puts it into memory for all.
+  const auto block = [&] {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return Storage<FORMAT>{p, smem, smem_address(smem), warp, lane, turns};
+  };
+  if (threadIdx.x == 0) block().init();
   wait_for_previous();
   if (turns.is_sorted)
     sort_items(turns, smem, list, [&](int i) { return Item(p, i, KeyLengths(p, i)).tiles; });
@@ -226,16 +232,16 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
     if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
   };
   if (warp >= 12) {
-    give_registers<80>();
-    Fetch<FORMAT>{block}.template fetch<FIRST>();
+    give_registers<L::kFetchRegisters>();
+    Fetch<FORMAT>{block()}.template fetch<FIRST>();
     while_merging();
   } else if (warp >= 8) {
-    take_registers<144>();
-    Scores<FORMAT>{block}.weigh();
+    take_registers<L::kScoreRegisters>();
+    Scores<FORMAT>{block()}.weigh();
     while_merging();
   } else {
-    take_registers<144>();
-    const Outputs<FORMAT> outputs{block};
+    take_registers<L::kOutputRegisters>();
+    const Outputs<FORMAT> outputs{block()};
     outputs.multiply();
     if (p.splits > 1) outputs.merge();
   }

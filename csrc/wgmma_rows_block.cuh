@@ -39,6 +39,8 @@ template <RowFormat FORMAT>
 struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
+  static constexpr int kOutputRegisters = 136, kScoreRegisters = 152, kFetchRegisters = 88;
+  static_assert(2 * kOutputRegisters + kScoreRegisters + kFetchRegisters <= 512, "or else a warpgroup waits for ever");
   static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
   // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next; the wide part is the last line.
   static constexpr int kGroupBytes = 8 * R::kPitch, kSlotBytes = kTile / 2 * R::kPitch;
@@ -131,7 +133,7 @@ struct PartOfQ {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       largest[i] = largest_of(raw[i]);
-      if (L::kHasTail && lane / 8 == i) largest[i] = max(largest[i], of_tail);
+      largest[i] = max(largest[i], lane / 8 == i ? of_tail : 0);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);

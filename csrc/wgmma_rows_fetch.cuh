@@ -22,6 +22,12 @@ struct Fetch : Storage<FORMAT> {
   // wide part with those of other rows.
   static constexpr int kFirstWide = (512 - L::kNarrow) / 16, kChunks = 8 - kFirstWide;  // of each, then
   static constexpr int kRowsAtOnce = 32 / kChunks, kLeft = 8 / kRowsAtOnce;
+  // What follows from the lane is found again for each slot, since registers are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
   struct Addresses {
     const uint8_t *rows[8], *left[kLeft], *scales;
   };
@@ -29,6 +35,7 @@ struct Fetch : Storage<FORMAT> {
   // `first_lane` + r has looked up row r.
   __device__ __forceinline__ Addresses pass_on(const uint8_t* mine, const uint8_t* scales, int first_lane) const {
     Addresses a;
+    const int lane = lane_again();
     const auto of = [&](int lane) {
       return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane));
     };
@@ -47,6 +54,7 @@ struct Fetch : Storage<FORMAT> {
   }
   template <bool FIRST>
   __device__ __forceinline__ void copy(const Addresses& from, int slot, int first_lane, unsigned there) const {
+    const int lane = lane_again();
     const uint32_t to = base + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes;
     const int chunk = lane < L::kNarrow / 16 ? lane / 8 * 1024 + lane % 8 * 16
                                              : L::kWideAtGroup + (lane - L::kNarrow / 16) * 16;
@@ -73,7 +81,7 @@ struct Fetch : Storage<FORMAT> {
   // lane / 8 and 4 further, and one of their scales. Finds the powers of two that rows are divided by, so that no value
   // reaches 2^15; makes ratios of scales to them; divides wide parts.
   __device__ __forceinline__ void prepare(int slot, unsigned there) const {
-    const int row0 = warp % 4 * 8, row = lane / 8, of = lane % 8;
+    const int lane = lane_again(), row0 = warp % 4 * 8, row = lane / 8, of = lane % 8;
     uint8_t* const of_rows = smem + L::kOfRows + (slot * 32 + row0 + row) * 16;
     // Rows 4 apart have chunks 4 apart.
     uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
@@ -122,9 +130,10 @@ struct Fetch : Storage<FORMAT> {
   // The next item's q into the L2 cache.
   __device__ __forceinline__ void prefetch_q(int64_t token) const {
     constexpr int kLines = L::kDims * 2 / 128;
-    for (int i = threadIdx.x % 128; i < p.heads * kLines; i += 128)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride +
-                                                    i / kLines * p.q_head_stride + i % kLines * 64));
+    const __nv_bfloat16* const q = static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + lane % 16 * 64;
+#pragma unroll 1
+    for (int head = warp % 4 * 2 + lane / 16; head < p.heads; head += 8)
+      if (lane % 16 < kLines) asm volatile("prefetch.global.L2 [%0];" ::"l"(q + head * p.q_head_stride));
   }
 
   template <bool FIRST>
@@ -156,15 +165,15 @@ struct Fetch : Storage<FORMAT> {
 
     int turn = 0, i = turns[0];
     Item item(p, i, KeyLengths(p, i));
-    KeyLengths lengths(p, turns[1]);
+    LaneLengths lengths(p, turns[1], lane);
     int next = item.index(p, my_key);
     while (i < p.items) {
       i = turns[++turn];
       const Item now = item;
-      item = Item(p, i, lengths);
+      item = Item(p, i, lengths.of_all());
       const bool is_more = i < p.items;
       if (!is_more) item.keys = 0;
-      lengths = KeyLengths(p, turns[turn + 1]);
+      lengths = LaneLengths(p, turns[turn + 1], lane);
       if (is_more) prefetch_q(item.token);
       if (parts < kQParts) {
         prepare_all();
@@ -189,13 +198,13 @@ struct Fetch : Storage<FORMAT> {
           if (key0 + h * 32 >= now.tiles * kTile) break;
           const unsigned bits = there >> h * 8 & 0xFF;
           const Addresses from = pass_on(mine.at, scales, h * 8);
-          // The next item's q comes around rows: the item before this one has been scored, its q is free.
-          const bool is_q = key0 == 128 && is_more;
-          Q q;
-          if (is_q) q.load(p, item.token, warp % 4 + parts * 4, lane);
           barrier_wait(empty(begun % L::kSlots), begun / L::kSlots & 1 ^ 1);
           copy<FIRST>(from, begun % L::kSlots, h * 8, bits);
           of_last = of_last << 8 | bits, ++begun;
+          // The next item's q, a part with each of four slots, comes while another slot is prepared.
+          const bool is_q = key0 == 128 && is_more;
+          Q q;
+          if (is_q) q.load(p, item.token, warp % 4 + parts * 4, lane);
           if (begun - prepared > kBehind) {
             asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
             __syncwarp();

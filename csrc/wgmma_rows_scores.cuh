@@ -244,10 +244,10 @@ struct Scores : Storage<FORMAT> {
     const int head = threadIdx.x % 128;
     const float sink = head < p.heads && p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
     uint32_t tile = 0, served = 0;
-    KeyLengths lengths(p, turns[0]);
+    LaneLengths lengths(p, turns[0], lane);
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], ++served) {
-      const Item item(p, i, lengths);
-      lengths = KeyLengths(p, turns[turn + 1]);
+      const Item item(p, i, lengths.of_all());
+      lengths = LaneLengths(p, turns[turn + 1], lane);
       const int buffer = served % 2;
       float sum[kN / 4] = {};
       bool started = false;  // there is a maximum
