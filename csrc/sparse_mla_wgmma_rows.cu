@@ -175,7 +175,7 @@ struct Outputs : Storage<FORMAT> {
     cluster.sync();
     const int64_t token = blockIdx.x / p.splits;
     const int rank = blockIdx.x % p.splits;
-    for (int i = rank * kOutputThreads + threadIdx.x; i < p.heads * (kDim / 4); i += p.splits * kOutputThreads) {
+    for (int i = rank * kOutputThreads + warp * 32 + lane; i < p.heads * (kDim / 4); i += p.splits * kOutputThreads) {
       const int head = i / (kDim / 4), dim = i % (kDim / 4) * 4;
       const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
       float largest[kMaxSplits], sum[kMaxSplits], maximum = kNoMaximum;

@@ -39,8 +39,8 @@ template <RowFormat FORMAT>
 struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
-  static constexpr int kOutputRegisters = 136, kScoreRegisters = 152, kFetchRegisters = 88;
-  static_assert(2 * kOutputRegisters + kScoreRegisters + kFetchRegisters <= 512, "or else a warpgroup waits for ever");
+  static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = 160;
+  static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
   // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next; the wide part is the last line.
   static constexpr int kGroupBytes = 8 * R::kPitch, kSlotBytes = kTile / 2 * R::kPitch;
@@ -78,6 +78,7 @@ struct Storage {
   const int warp, lane;
   const Turns turns;
 
+  __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
   __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {

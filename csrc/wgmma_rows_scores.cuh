@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
@@ -151,7 +151,7 @@ struct Scores : Storage<FORMAT> {
     for (int i = 0; i < kN / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
     const bool raised = any && sync_any(1, 128, excess > kSlack);
     barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
-    if (threadIdx.x % 128 == 0) states()[buffer] = raised && started;
+    if (thread() == 0) states()[buffer] = raised && started;
     if (raised) {
       raise(s, sum, buffer, started, reference);
       lower(reinterpret_cast<const float2*>(floats(L::kReduce)) + t);
@@ -190,7 +190,7 @@ struct Scores : Storage<FORMAT> {
         if (g == 0) reduce[group_warp * kN + n * 8 + t * 2 + e] = largest;
       }
     sync_threads(1, 128);
-    const int head = threadIdx.x % 128;
+    const int head = thread();
     if (head < kN) {
       const float largest =
           fmaxf(fmaxf(reduce[head], reduce[kN + head]), fmaxf(reduce[2 * kN + head], reduce[3 * kN + head]));
@@ -223,7 +223,7 @@ struct Scores : Storage<FORMAT> {
     if (g == 0)
 #pragma unroll
       for (int n = 0; n < kN / 4; ++n) sums[group_warp * kN + n / 2 * 8 + t * 2 + n % 2] = sum[n];
-    const int head = threadIdx.x % 128;
+    const int head = thread();
     // Before the barrier: after it, other lanes write the next item's.
     const float largest = head < kN && started ? floats(L::kMaximum)[head] : kNoMaximum;
     sync_threads(1, 128);
@@ -241,7 +241,7 @@ struct Scores : Storage<FORMAT> {
   }
 
   __device__ __forceinline__ void weigh() const {
-    const int head = threadIdx.x % 128;
+    const int head = thread();
     const float sink = head < p.heads && p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
     uint32_t tile = 0, served = 0;
     LaneLengths lengths(p, turns[0], lane);
