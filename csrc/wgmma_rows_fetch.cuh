@@ -74,7 +74,7 @@ struct Fetch : Storage<FORMAT> {
       else
         copy16<FIRST>(at, from.scales, there >> r & 1 ? 16 : 0);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
   }
 
   // Rows that have come, and what this warp has copied of them: a lane has chunk lane % 8 of the wide parts of rows
@@ -147,7 +147,7 @@ struct Fetch : Storage<FORMAT> {
       ++prepared;
     };
     const auto prepare_all = [&] {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      copies_wait<0>();
       __syncwarp();
 #pragma unroll 1
       while (prepared < begun) prepare_next();
@@ -206,7 +206,7 @@ struct Fetch : Storage<FORMAT> {
           Q q;
           if (is_q) q.load(p, item.token, warp % 4 + parts * 4, lane);
           if (begun - prepared > kBehind) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
+            copies_wait<kBehind>();
             __syncwarp();
             prepare_next();
           }
