@@ -35,10 +35,18 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
   return reinterpret_cast<const uint32_t&>(r);
 }
 
+// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of E4M3,
+// which is below 2^9, with such a largest scale, or of wide values below 2 to `wide`. Within 2^100: see row_power().
+__device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale, int wide = 0) {
+  return min(max(max(static_cast<int>(largest_scale >> 23) + 1 + 9, wide) - 15, 127 - 100), 127 + 100);
+}
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
 template <RowFormat FORMAT>
 struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
+  static constexpr bool kHasFloatScales = R::kScales == Scales::kFloat;
   static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = 160;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
@@ -49,8 +57,8 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kQ = 0;                                  // [items, even and odd]
   static constexpr int kWeights = kQ + 2 * kQBytes;             // [2]
   static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
-  // [slots][32 rows][16 bytes]: scales as they come, and then, fp16, their ratios to the row's power of two, of which
-  // the last two bytes have the exponent.
+  // [slots][32 rows][16 bytes]: scales as they come. Of UE8M0 ones then, fp16, their ratios to the row's power of two,
+  // of which the last two bytes have the exponent.
   static constexpr int kOfRows = kRing + kSlots * kSlotBytes;
   static constexpr int kRatios = kOfRows + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
   static constexpr int kScale = kRatios + kSlots * R::kGroups * 32 * 2;  // [items, even and odd][kHeads]

@@ -12,7 +12,6 @@ struct Fetch : Storage<FORMAT> {
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::q_full;
   using Base::q_empty, Base::turns;
   using L = Layout<FORMAT>;
-  static constexpr bool kIsV4 = FORMAT == RowFormat::kV4;
   // A slot is prepared when the copies of so many later ones have begun. A slot is free once two tiles of the others
   // are multiplied, so that nobody waits for one that is not prepared.
   static constexpr int kBehind = 2;
@@ -69,7 +68,7 @@ struct Fetch : Storage<FORMAT> {
     if (lane / 8 * 8 == first_lane) {
       const int r = lane % 8;
       const uint32_t at = base + L::kOfRows + (slot * 32 + warp % 4 * 8 + r) * 16;
-      if constexpr (kIsV4)
+      if constexpr (!L::kHasFloatScales)
         copy8(at, from.scales, there >> r & 1 ? 8 : 0);
       else
         copy16<FIRST>(at, from.scales, there >> r & 1 ? 16 : 0);
@@ -77,53 +76,59 @@ struct Fetch : Storage<FORMAT> {
     copies_commit();
   }
 
-  // Rows that have come, and what this warp has copied of them: a lane has chunk lane % 8 of the wide parts of rows
-  // lane / 8 and 4 further, and one of their scales. Finds the powers of two that rows are divided by, so that no value
-  // reaches 2^15; makes ratios of scales to them; divides wide parts.
+  // Rows that have come, and what this warp has copied of them. Finds the powers of two that values are divided by, so
+  // that none reaches 2^15, and the ratios of scales to them.
   __device__ __forceinline__ void prepare(int slot, unsigned there) const {
-    const int lane = lane_again(), row0 = warp % 4 * 8, row = lane / 8, of = lane % 8;
-    uint8_t* const of_rows = smem + L::kOfRows + (slot * 32 + row0 + row) * 16;
-    // Rows 4 apart have chunks 4 apart.
-    uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
-    uint4* const wide_at[2] = {reinterpret_cast<uint4*>(wide_parts + swizzled(row, of)),
-                               reinterpret_cast<uint4*>(wide_parts + (swizzled(row, of) ^ 64) + 512)};
-    uint32_t scales[2];
-    uint4 wide[2];
-    int powers = 0;  // of both rows
+    const int lane = lane_again(), row0 = slot * 32 + warp % 4 * 8;
+    const auto ratio = [](float scale, uint32_t power) {
+      return __half_as_ushort(__float2half_rn(scale * __uint_as_float((254 - power) << 23)));
+    };
+    const auto ratio_at = [&](int of, int row) {
+      return reinterpret_cast<uint16_t*>(smem + L::kRatios) + (slot * L::kGroups + of) * 32 + warp % 4 * 8 + row;
+    };
+    if constexpr (L::kHasFloatScales) {
+      // A lane has a scale.
+      const int row = lane / 4, of = lane % 4;
+      const float scale = reinterpret_cast<const float*>(smem + L::kOfRows)[row0 * 4 + lane];
+      uint32_t largest = magnitude(scale);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if constexpr (kIsV4)
+      for (int mask = 1; mask < 4; mask *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, mask));
+      *ratio_at(of, row) = ratio(scale, power_of_row(largest));
+    } else {
+      // A lane has chunk lane % 8 of the wide parts of rows lane / 8 and 4 further, which it divides too, and one of
+      // their scales.
+      const int row = lane / 8, of = lane % 8;
+      uint8_t* const of_rows = smem + L::kOfRows + (row0 + row) * 16;
+      // Rows 4 apart have chunks 4 apart.
+      uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
+      uint4* const wide_at[2] = {reinterpret_cast<uint4*>(wide_parts + swizzled(row, of)),
+                                 reinterpret_cast<uint4*>(wide_parts + (swizzled(row, of) ^ 64) + 512)};
+      uint32_t scales[2];
+      uint4 wide[2];
+      uint32_t powers = 0;  // of both rows
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
         scales[k] = of < L::kGroups ? of_rows[k * 64 + of] << 23 : 0;
-      else
-        scales[k] = reinterpret_cast<const uint32_t*>(of_rows + k * 64)[of % L::kGroups];
-      wide[k] = *wide_at[k];
-      // E4M3 is below 2^9, a scale below 2 to its exponent plus 1.
-      int power = static_cast<int>(scales[k] >> 23 & 0xFF) + 1 + 9 - 15;
-      if constexpr (kIsV4) {
+        wide[k] = *wide_at[k];
         uint32_t largest = larger_magnitudes(larger_magnitudes(wide[k].x, wide[k].y),
                                              larger_magnitudes(wide[k].z, wide[k].w)) & 0x7FFF7FFF;
         largest = max(largest & 0xFFFF, largest >> 16);
-        power = max(power, static_cast<int>(largest >> 7) + 1 - 15);
+        powers |= power_of_row(scales[k], static_cast<int>(largest >> 7) + 1) << k * 16;
       }
-      powers |= (min(max(power, 127 - 100), 127 + 100)) << k * 16;
-    }
 #pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) powers = __vmaxu2(powers, __shfl_xor_sync(~0u, powers, mask));
-    __syncwarp();  // all have read their scales
+      for (int mask = 1; mask < 8; mask *= 2) powers = __vmaxu2(powers, __shfl_xor_sync(~0u, powers, mask));
+      __syncwarp();  // all have read their scales
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t power = powers >> k * 16 & 0xFFFF;
-      const __half ratio = __float2half_rn(__uint_as_float(scales[k]) * __uint_as_float((254 - power) << 23));
-      reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of == 7 ? power : __half_as_ushort(ratio);
-      if (of < L::kGroups)
-        reinterpret_cast<__half*>(smem + L::kRatios)[(slot * L::kGroups + of) * 32 + row0 + row + k * 4] = ratio;
-      const auto divided = [&](uint32_t two) {
-        const uint32_t by = (254 - power) * 0x00800080;
-        return kIsV4 ? scaled_to_half(two, by) : scaled_bf16(two, by);
-      };
-      *wide_at[k] = make_uint4(divided(wide[k].x), divided(wide[k].y), divided(wide[k].z), divided(wide[k].w));
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t power = powers >> k * 16 & 0xFFFF, by = (254 - power) * 0x00800080;
+        const uint16_t mine = ratio(__uint_as_float(scales[k]), power);
+        reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of < L::kGroups ? mine : power;
+        if (of < L::kGroups) *ratio_at(of, row + k * 4) = mine;
+        *wide_at[k] = make_uint4(scaled_to_half(wide[k].x, by), scaled_to_half(wide[k].y, by),
+                                 scaled_to_half(wide[k].z, by), scaled_to_half(wide[k].w, by));
+      }
     }
-    if (lane == 0) smem[L::kThere + slot * 4 + warp % 4] = there;
+    if (lane == 0) smem[L::kThere + slot * 4 + warp % 4] = static_cast<uint8_t>(there);
     barrier_arrive(full(slot));
   }
 
@@ -190,7 +195,7 @@ struct Fetch : Storage<FORMAT> {
         const Row mine(pool, next);
         // Behind the rows of a page are 8 bytes for each.
         const uint8_t* const scales =
-            kIsV4 ? mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8 : mine.at + L::kNarrow;
+            !L::kHasFloatScales ? mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8 : mine.at + L::kNarrow;
         const unsigned there = __ballot_sync(~0u, mine.exists);
         next = key0 + 128 < now.tiles * kTile ? now.index(p, key0 + 128 + my_key) : item.index(p, my_key);
 #pragma unroll 1

@@ -14,11 +14,10 @@ struct Scores : Storage<FORMAT> {
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
-  // Steps whose products are begun together: the wide ones, which only have to be read, and four; then eight.
-  static constexpr int kBatches = 1 + (kNarrowSteps - 4 + 7) / 8;
-  static __device__ __forceinline__ int first_of(int batch) { return batch == 0 ? 0 : 4 + (batch - 1) * 8; }
+  static constexpr int kBatches = (kNarrowSteps + 7) / 8;  // of narrow steps, whose products are begun together
 
-  // Scores of 64 keys, S^T = K Q^T, over the powers of rows; of rows g and g + 8 of this warp's sixteen, these powers.
+  // Scores of 64 keys, S^T = K Q^T: over the powers of rows, where these are divided by them; and the powers of rows g
+  // and g + 8 of this warp's sixteen, as exponents of float32.
   __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], uint32_t tile, int q_buffer) const {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
     asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
@@ -26,43 +25,72 @@ struct Scores : Storage<FORMAT> {
     const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
 #pragma unroll
     for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
-    const uint32_t slot = (2 * tile + (warp % 4 >> 1)) % L::kSlots;
     // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
-    const uint32_t rows =
-        base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
-    uint32_t ratios[2][4];
+    const uint32_t slot = (2 * tile + (warp % 4 >> 1)) % L::kSlots, row = slot * 32 + (warp & 1) * 16 + lane / 4;
+    const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+    const uint8_t* const of_rows = smem + L::kOfRows + row * 16;  // of row g and, 128 bytes further, g + 8
+
+    // Wide parts are operands as they are.
+    uint32_t a[2][8][4], raw[4][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      read_words(ratios[h], smem + L::kOfRows + (slot * 32 + (warp & 1) * 16 + lane / 4 + h * 8) * 16);
-      powers[h] = ratios[h][3] >> 16;
+    for (int i = 0; i < kWideSteps; ++i)
+      ldmatrix(a[1][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < kWideSteps; ++i) {
+      if (i == 0)
+        wide_product<false>(s, a[1][i], q_of(kNarrowSteps + i));
+      else
+        wide_product<true>(s, a[1][i], q_of(kNarrowSteps + i));
     }
+    products_commit();
+
     // Narrow parts are read while products of the batch before go on, and widened once those of the batch whose
     // registers they take are done.
-    uint32_t a[2][8][4], raw[4][4];
+    uint32_t ratios[2][4];
+    if constexpr (!L::kHasFloatScales)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
     const auto read = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int chunk = first_of(batch) + 2 * i;
-        if (chunk < min(first_of(batch + 1), kNarrowSteps))
+        const int chunk = batch * 8 + i * 2;
+        if (chunk < kNarrowSteps)
           ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
       }
     };
     const auto widen = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int step = first_of(batch) + i, group = step * 16 / L::kGroup;
-        if (step >= min(first_of(batch + 1), kNarrowSteps)) continue;
-        uint32_t(&to)[4] = a[batch % 2][batch == 0 ? (kWideSteps + i) % 8 : i];
+        const int step = batch * 8 + i;
+        if (step >= kNarrowSteps) continue;
+        uint32_t(&to)[4] = a[batch % 2][i];
         const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
-        const uint32_t by_x = __byte_perm(ratios[0][group / 2], 0, group % 2 ? 0x3232 : 0x1010);
-        const uint32_t by_y = __byte_perm(ratios[1][group / 2], 0, group % 2 ? 0x3232 : 0x1010);
-        to[0] = times(e4m3_low(x), by_x), to[1] = times(e4m3_low(y), by_y);
-        to[2] = times(e4m3_high(x), by_x), to[3] = times(e4m3_high(y), by_y);
+        to[0] = e4m3_low(x), to[1] = e4m3_low(y), to[2] = e4m3_high(x), to[3] = e4m3_high(y);
+        if constexpr (!L::kHasFloatScales) {
+          const int group = step * 16 / L::kGroup;
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            to[k] = times(to[k], __byte_perm(ratios[k % 2][group / 2], 0, group % 2 ? 0x3232 : 0x1010));
+        }
       }
     };
+    // A batch has one scale if that is a float. Its scores are summed apart and multiplied in float32, which is exact.
+    static_assert(!L::kHasFloatScales || L::kGroup == 128, "");
+    float part[L::kHasFloatScales ? 2 : 1][kN / 2];
+    uint32_t largest_scales[2] = {};
+    const auto add_part = [&](int batch) {
+      if constexpr (L::kHasFloatScales) {
+        float by[2];
 #pragma unroll
-    for (int i = 0; i < kWideSteps; ++i)
-      ldmatrix(a[0][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
+        for (int h = 0; h < 2; ++h) {
+          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[batch];
+          largest_scales[h] = max(largest_scales[h], magnitude(by[h]));
+        }
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[batch % 2][i], by[i / 2 % 2], s[i]);
+      }
+    };
     read(0);
     widen(0);
 #pragma unroll
@@ -70,15 +98,15 @@ struct Scores : Storage<FORMAT> {
       products_begin();
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int step = first_of(batch) + i - (batch == 0 ? kWideSteps : 0);  // below 0: a wide one
-        if (step >= min(first_of(batch + 1), kNarrowSteps)) continue;
+        const int step = batch * 8 + i;
+        if (step >= kNarrowSteps) continue;
         const uint32_t(&from)[4] = a[batch % 2][i];
-        if (step == -kWideSteps)
-          wide_product<false>(s, from, q_of(kNarrowSteps));
-        else if (step < 0)
-          wide_product<true>(s, from, q_of(kNarrowSteps + kWideSteps + step));
-        else
+        if constexpr (!L::kHasFloatScales)
           product<true>(s, from, q_of(step));
+        else if (i == 0)
+          product<false>(part[batch % 2], from, q_of(step));
+        else
+          product<true>(part[batch % 2], from, q_of(step));
       }
       products_commit();
       if (batch < kBatches - 1) {
@@ -86,9 +114,19 @@ struct Scores : Storage<FORMAT> {
         products_wait<1>();
         hold(raw);
         widen(batch + 1);
+        if (batch > 0) add_part(batch - 1);
       }
     }
+    if constexpr (L::kHasFloatScales) {
+      products_wait<1>();
+      add_part(kBatches - 2);
+    }
     products_wait<0>();
+    if constexpr (L::kHasFloatScales) {
+      add_part(kBatches - 1);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
+    }
   }
   template <bool ADD>
   static __device__ __forceinline__ void wide_product(float (&s)[kN / 2], const uint32_t (&a)[4], uint64_t q) {
@@ -116,17 +154,16 @@ struct Scores : Storage<FORMAT> {
       for (int n = 0; n < kN / 8; ++n)
         s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
     };
-    float power[2], log2[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      power[h] = __uint_as_float(powers[h] << 23), log2[h] = static_cast<float>(static_cast<int>(powers[h]) - 127);
+    const float log2[2] = {static_cast<float>(static_cast<int>(powers[0]) - 127),
+                           static_cast<float>(static_cast<int>(powers[1]) - 127)};
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
       const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float* const of = s + n * 4 + h * 2;
-        of[0] = fmaf(of[0] * power[h], x.x, log2[h] - m.x), of[1] = fmaf(of[1] * power[h], x.y, log2[h] - m.y);
+        if (!L::kHasFloatScales) of[0] *= __uint_as_float(powers[h] << 23), of[1] *= __uint_as_float(powers[h] << 23);
+        of[0] = fmaf(of[0], x.x, log2[h] - m.x), of[1] = fmaf(of[1], x.y, log2[h] - m.y);
       }
     }
     const uint32_t mine = (group_warp & 2 ? there[1] : there[0]) >> (group_warp & 1) * 16 & 0xFFFF;
