@@ -47,7 +47,7 @@ struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
   static constexpr bool kHasFloatScales = R::kScales == Scales::kFloat;
-  static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = 160;
+  static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = kHasTail ? 176 : 160;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
   static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
   // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next; the wide part is the last line.
@@ -86,6 +86,12 @@ struct Storage {
   const int warp, lane;
   const Turns turns;
 
+  // What follows from it is found again, and not kept in registers, which are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
   __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }

@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Fetch : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::q_full;
-  using Base::q_empty, Base::turns;
+  using Base::q_empty, Base::turns, Base::lane_again;
   using L = Layout<FORMAT>;
   // A slot is prepared when the copies of so many later ones have begun. A slot is free once two tiles of the others
   // are multiplied, so that nobody waits for one that is not prepared.
@@ -21,12 +21,6 @@ struct Fetch : Storage<FORMAT> {
   // wide part with those of other rows.
   static constexpr int kFirstWide = (512 - L::kNarrow) / 16, kChunks = 8 - kFirstWide;  // of each, then
   static constexpr int kRowsAtOnce = 32 / kChunks, kLeft = 8 / kRowsAtOnce;
-  // What follows from the lane is found again for each slot, since registers are few.
-  __device__ __forceinline__ int lane_again() const {
-    int again = lane;
-    asm volatile("" : "+r"(again));
-    return again;
-  }
   struct Addresses {
     const uint8_t *rows[8], *left[kLeft], *scales;
   };
@@ -135,6 +129,7 @@ struct Fetch : Storage<FORMAT> {
   // The next item's q into the L2 cache.
   __device__ __forceinline__ void prefetch_q(int64_t token) const {
     constexpr int kLines = L::kDims * 2 / 128;
+    const int lane = lane_again();
     const __nv_bfloat16* const q = static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + lane % 16 * 64;
 #pragma unroll 1
     for (int head = warp % 4 * 2 + lane / 16; head < p.heads; head += 8)

@@ -10,7 +10,8 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread,
+      Base::lane_again;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
@@ -140,7 +141,7 @@ struct Scores : Storage<FORMAT> {
   // Weights are those of rows times the powers that they were divided by, and so is their maximum.
   __device__ __forceinline__ void weights(float (&s)[kN / 2], const uint32_t (&powers)[2], float (&sum)[kN / 4],
                                           uint32_t tile, bool& started, int odd) const {
-    const int g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
+    const int lane = lane_again(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
     uint32_t there[2];  // a tile's rows
 #pragma unroll
     for (int h = 0; h < 2; ++h)
