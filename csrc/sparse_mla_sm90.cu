@@ -1,4 +1,4 @@
-// Which of the three Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
+// Which of the Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
 
 #include <algorithm>
 
@@ -49,12 +49,27 @@ SparseMlaRows as_rows(const SparseMla& call) {
   return rows;
 }
 
-// How many blocks share a token's keys in the mma.sync kernel: as many as have a tile each and find an SM at the same
-// time. Larger clusters do not: some groups of SMs are a few short of 16, so about a quarter is left out.
-int mma_splits(int blocks, int tiles, int sms) {
+// How many blocks share a token's keys as a cluster: as many as have a tile each and find an SM at the same time. Larger
+// clusters do not: some groups of SMs are a few short of 16, so about a quarter is left out.
+int cluster_splits(int blocks, int tiles, int sms) {
   const int splits = std::min({8, tiles, sms * 3 / 4 / blocks});
   if (splits > 1) return splits;
   return 2 * blocks <= sms && tiles > 1 ? 2 : 1;
+}
+
+// How many blocks share a token's keys in the kernel with heads on N over packed rows; 0 of a call that others serve.
+int wgmma_rows_splits(const SparseMlaRows& call, int sms) {
+  const bool is_packed = call.format == RowFormat::kV4 || call.format == RowFormat::kV32;
+  if (!is_packed || call.heads <= 16 || call.heads > 32 || call.max_logits) return 0;
+  const int tiles = std::max(1, divide(call.sources[0].width + call.sources[1].width, 64));
+#ifdef MLA_HEADS_ON_N  // of a build that tries either: 0 or 1
+  const bool is_it = MLA_HEADS_ON_N;
+#else
+  // With less to do, 16 heads an item. Not measured.
+  const bool is_it = 11 * call.tokens >= sms || int64_t{call.tokens} * tiles >= 256;
+#endif
+  // As many as have fewer tiles each than with one less.
+  return is_it ? divide(tiles, divide(tiles, cluster_splits(call.tokens, tiles, sms))) : 0;
 }
 
 // Items beyond those that fill all SMs some times leave SMs idle, so their keys are divided, into as many parts as take
@@ -86,7 +101,8 @@ struct M64Choice {
     const bool is_half = call.heads <= 32;
     const int most = call.format == RowFormat::kV4 && (tiles < 10 || is_half) ? sms / 2 : sms / 4;
     const int least = is_half ? 400 : 200;
-    is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= least));
+    is_it = call.heads > 16 && !wgmma_rows_splits(call, sms) &&
+            (items > most || (tiles >= 16 && items * tiles >= least));
     division = m64_division(items, tiles, sms);
   }
 };
@@ -108,7 +124,7 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
     // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer
     // items than SMs too, since a tile of half the keys is there sooner.
     const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
-    const int splits = paired ? 1 : mma_splits(blocks(16), divide(call.width, mma_tile), sms);
+    const int splits = paired ? 1 : cluster_splits(blocks(16), divide(call.width, mma_tile), sms);
     return launch_sparse_mla_mma(as_rows(call), paired, splits, sms, stream);
   }
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
@@ -135,13 +151,15 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
   Gpu gpu;
   if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
+  if (const int splits = wgmma_rows_splits(call, gpu.sms))
+    return launch_sparse_mla_wgmma_rows(call, splits, gpu.sms, stream);
   if (const M64Choice m64(call, gpu.sms); m64.is_it)
     return launch_sparse_mla_m64_rows(call, m64.division, gpu.sms, stream);
   const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
   const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
   const bool paired = !is_wide && 2 * blocks > gpu.sms;
   const int tiles = divide(call.sources[0].width + call.sources[1].width, tile);
-  return launch_sparse_mla_mma(call, paired, paired ? 1 : mma_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
+  return launch_sparse_mla_mma(call, paired, paired ? 1 : cluster_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
 }
 
 }  // namespace mla
