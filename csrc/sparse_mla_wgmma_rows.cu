@@ -223,6 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
     return Storage<FORMAT>{p, smem, smem_address(smem), warp, lane, turns};
   };
   if (threadIdx.x == 0) block().init();
+  touch(p);
   wait_for_previous();
   if (turns.is_sorted)
     sort_items(turns, smem, list, [&](int i) { return Item(p, i, KeyLengths(p, i)).tiles; });
