@@ -36,9 +36,9 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
 }
 
 // The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of E4M3,
-// which is below 2^9, with such a largest scale, or of wide values below 2 to `wide`. Within 2^100: see row_power().
-__device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale, int wide = 0) {
-  return min(max(max(static_cast<int>(largest_scale >> 23) + 1 + 9, wide) - 15, 127 - 100), 127 + 100);
+// which is below 2^9, with such a largest scale. Within 2^100: see row_power().
+__device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
+  return min(max(static_cast<int>(largest_scale >> 23) + 1 + 9 - 15, 127 - 100), 127 + 100);
 }
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 

@@ -97,25 +97,26 @@ struct Fetch : Storage<FORMAT> {
       uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
       uint4* const wide_at[2] = {reinterpret_cast<uint4*>(wide_parts + swizzled(row, of)),
                                  reinterpret_cast<uint4*>(wide_parts + (swizzled(row, of) ^ 64) + 512)};
-      uint32_t scales[2];
-      uint4 wide[2];
-      uint32_t powers = 0;  // of both rows
+      // Exponents, of both rows in a word.
+      const uint32_t scales = of < L::kGroups ? of_rows[of] | of_rows[64 + of] << 16 : 0;
+      const uint4 wide[2] = {*wide_at[0], *wide_at[1]};
+      uint32_t largest[2];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        scales[k] = of < L::kGroups ? of_rows[k * 64 + of] << 23 : 0;
-        wide[k] = *wide_at[k];
-        uint32_t largest = larger_magnitudes(larger_magnitudes(wide[k].x, wide[k].y),
-                                             larger_magnitudes(wide[k].z, wide[k].w)) & 0x7FFF7FFF;
-        largest = max(largest & 0xFFFF, largest >> 16);
-        powers |= power_of_row(scales[k], static_cast<int>(largest >> 7) + 1) << k * 16;
-      }
+      for (int k = 0; k < 2; ++k)
+        largest[k] = larger_magnitudes(larger_magnitudes(wide[k].x, wide[k].y),
+                                       larger_magnitudes(wide[k].z, wide[k].w)) & 0x7FFF7FFF;
+      const uint32_t wides = __vmaxu2(__byte_perm(largest[0], largest[1], 0x5410),
+                                      __byte_perm(largest[0], largest[1], 0x7632)) >> 7 & 0x00FF00FF;
+      // As power_of_row() has it, but for 14.
+      uint32_t powers = __vmaxu2(scales + 9 * 0x10001, wides);
 #pragma unroll
       for (int mask = 1; mask < 8; mask *= 2) powers = __vmaxu2(powers, __shfl_xor_sync(~0u, powers, mask));
+      powers = __vminu2(__vmaxu2(powers, (14 + 27) * 0x10001), (14 + 227) * 0x10001) - 14 * 0x10001;
       __syncwarp();  // all have read their scales
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const uint32_t power = powers >> k * 16 & 0xFFFF, by = (254 - power) * 0x00800080;
-        const uint16_t mine = ratio(__uint_as_float(scales[k]), power);
+        const uint16_t mine = ratio(__uint_as_float((scales >> k * 16 & 0xFF) << 23), power);
         reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of < L::kGroups ? mine : power;
         if (of < L::kGroups) *ratio_at(of, row + k * 4) = mine;
         *wide_at[k] = make_uint4(scaled_to_half(wide[k].x, by), scaled_to_half(wide[k].y, by),
