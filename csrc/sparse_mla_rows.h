@@ -1,5 +1,5 @@
-// Sparse MLA over rows as vLLM's caches hold them, behind FlashMLA's two calls: sparse_mla_mma.cu and
-// sparse_mla_m64_rows.cu. Free of torch.
+// Sparse MLA over rows as vLLM's caches hold them, behind FlashMLA's two calls: sparse_mla_mma.cu,
+// sparse_mla_wgmma_rows.cu and sparse_mla_m64_rows.cu. Free of torch.
 #pragma once
 
 #include "sparse_mla_sm90.h"
@@ -58,8 +58,8 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // token's keys.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
 
-// Up to 32 heads, heads on N, of kV4 and kV32; one block an SM, or 2 to 8 blocks share a token's keys. Calls have neither
-// offsets nor scales in memory, nor ask for the largest score.
+// Up to 32 heads, heads on N, of kV4 and kV32; one block an SM, or 2 to 8 blocks share a token's keys. Of calls whose
+// sources have no offsets, whose scales are not in memory, and that do not ask for the largest score.
 cudaError_t launch_sparse_mla_wgmma_rows(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream);
 
 // Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of

@@ -4,8 +4,8 @@
 // scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a ring and finds
 // the power of two that each is divided by; one computes scores and weights of a tile of 64 keys; two add it to the
 // outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16 and
-// are multiplied by the ratio of their scale to the row's power: no widened row is ever stored. Fewer items than SMs: up
-// to eight blocks that share a token's keys form a cluster and merge through each other's shared memory.
+// are multiplied by the ratio of their scale to the row's power: no widened row is ever stored.
+// Few tokens: up to eight blocks that share a token's keys form a cluster and merge through each other's shared memory.
 
 #include <cooperative_groups.h>
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
   return reinterpret_cast<const uint32_t&>(r);
 }
 
-// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of E4M3,
-// which is below 2^9, with such a largest scale. Within 2^100: see row_power().
+// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of
+// E4M3, which is below 2^9, with such a largest scale. Within 2^100: see row_power().
 __device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
   return min(max(static_cast<int>(largest_scale >> 23) + 1 + 9 - 15, 127 - 100), 127 + 100);
 }
@@ -164,7 +164,8 @@ struct PartOfQ {
       // 2t + 9 of its A fragment, so q is put in that order. Wide ones are in that of memory.
       const uint4 a = raw[i][0], b = raw[i][1];
       const bool is_wide = lane * 16 >= L::kNarrow;
-      const uint4 low = is_wide ? a : make_uint4(a.x, a.z, b.x, b.z), high = is_wide ? b : make_uint4(a.y, a.w, b.y, b.w);
+      const uint4 low = is_wide ? a : make_uint4(a.x, a.z, b.x, b.z);
+      const uint4 high = is_wide ? b : make_uint4(a.y, a.w, b.y, b.w);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks

@@ -62,10 +62,10 @@ struct Fetch : Storage<FORMAT> {
     if (lane / 8 * 8 == first_lane) {
       const int r = lane % 8;
       const uint32_t at = base + L::kOfRows + (slot * 32 + warp % 4 * 8 + r) * 16;
-      if constexpr (!L::kHasFloatScales)
-        copy8(at, from.scales, there >> r & 1 ? 8 : 0);
-      else
+      if constexpr (L::kHasFloatScales)
         copy16<FIRST>(at, from.scales, there >> r & 1 ? 16 : 0);
+      else
+        copy8(at, from.scales, there >> r & 1 ? 8 : 0);
     }
     copies_commit();
   }
@@ -189,9 +189,9 @@ struct Fetch : Storage<FORMAT> {
       for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
         const Pool& pool = now.first + key0 + my_key < now.of_first ? p.sources[0].pool : p.sources[1].pool;
         const Row mine(pool, next);
-        // Behind the rows of a page are 8 bytes for each.
+        // UE8M0 scales are behind the rows of a page, 8 bytes for each.
         const uint8_t* const scales =
-            !L::kHasFloatScales ? mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8 : mine.at + L::kNarrow;
+            L::kHasFloatScales ? mine.at + L::kNarrow : mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8;
         const unsigned there = __ballot_sync(~0u, mine.exists);
         next = key0 + 128 < now.tiles * kTile ? now.index(p, key0 + 128 + my_key) : item.index(p, my_key);
 #pragma unroll 1

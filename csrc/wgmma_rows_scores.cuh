@@ -10,8 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread,
-      Base::lane_again;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
