@@ -24,13 +24,14 @@ H200 with 20 GiB of cache each.) The result counts requests that were preempted 
 
 Before the --repeat measurements of a number of prompts comes one that does not count, of as many prompts of
 the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps are
-the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton,
-TileLang, DeepGEMM and FlashInfer), the result names. It has the median of the repetitions, every figure,
-and the clocks and temperature meanwhile. What is in --work is not measured again, so an interrupted command
-can be given once more; --output-len and --concurrency make it shorter, and the result says so. --profile
-adds, with the first concurrency, the share of attention in the GPU time of decode steps, by torch's
-profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what one
-of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
+the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton, TileLang,
+DeepGEMM and FlashInfer), the result names. For the time before the clock it has the seconds of each server's
+start and of its first requests, and what of that each library took to compile. Of the repetitions it has
+the median, every figure, and the clocks and temperature meanwhile. What is in --work is not measured again, so
+an interrupted command can be given once more; --output-len and --concurrency make it shorter, and the result
+says so. --profile adds, with the first concurrency, the share of attention in the GPU time of decode steps, by
+torch's profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what
+one of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
 the vocabulary, and nothing sent between GPUs.
 
 The `vllm` on PATH serves, or without one the vLLM of this Python, which is the client. What makes the
@@ -189,7 +190,7 @@ class Server(Running):
     def __enter__(self) -> Server:
         if self.healthy():
             stop(f"something serves at {self.url} already; end it, or give another --port.")
-        self.began = time.monotonic()
+        self.began, self.compiled_before = time.monotonic(), compiled()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=self.env, start_new_session=True
@@ -208,7 +209,8 @@ class Server(Running):
     def facts(self) -> dict[str, Any]:
         found = CAPACITY.findall(self.log.read_text(errors="replace"))
         tokens = int(found[-1].replace(",", "")) if found else 0
-        return {"kv_cache_tokens": tokens, "start_seconds": round(self.seconds), "command": self.command}
+        start = {"seconds": round(self.seconds, 1), "compiled": self.costs}
+        return {"kv_cache_tokens": tokens, "start": start, "command": self.command}
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &
@@ -226,7 +228,7 @@ def wait_for(servers: Iterable[Server]) -> None:
         for server in [*starting]:
             server.check()
             if server.healthy():
-                server.seconds = time.monotonic() - server.began
+                server.seconds, server.costs = time.monotonic() - server.began, costs(server.compiled_before)
                 starting.remove(server)
         if starting:
             print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
@@ -234,14 +236,33 @@ def wait_for(servers: Iterable[Server]) -> None:
     print(f"\rserves after {time.monotonic() - began:.0f} s")
 
 
-def compiled() -> set[str]:
-    """What Triton, TileLang, DeepGEMM and FlashInfer have compiled so far: libraries in their caches."""
+def compiled() -> dict[str, tuple[str, float]]:
+    """Libraries in the caches of what compiles at run time: whose each is, and when it was written."""
     home, given = Path.home(), os.environ.get
     cache = Path(given("XDG_CACHE_HOME", home / ".cache"))
-    folders = [given("TRITON_CACHE_DIR", home / ".triton"), given("TILELANG_CACHE_DIR", home / ".tilelang"),
-               given("VLLM_CACHE_ROOT", cache / "vllm"), cache / "flashinfer"]  # fmt: skip
-    files = (file for folder in folders for file in Path(folder).rglob("*"))
-    return {"/".join(file.parts[-2:]) for file in files if file.suffix in (".cubin", ".so")}
+    vllm = Path(given("VLLM_CACHE_ROOT", cache / "vllm"))
+    folders = {
+        "Triton": given("TRITON_CACHE_DIR", home / ".triton"),
+        "TileLang": given("TILELANG_CACHE_DIR", home / ".tilelang"),
+        "DeepGEMM": given("DG_JIT_CACHE_DIR", vllm / "deep_gemm"),
+        "torch.compile": vllm / "torch_compile_cache", "FlashInfer": cache / "flashinfer",
+    }  # fmt: skip
+    files = ((library, file) for library, folder in folders.items() for file in Path(folder).rglob("*"))
+    return {"/".join(file.parts[-2:]): (library, file.stat().st_mtime) for library, file in files
+            if file.suffix in (".cubin", ".so")}  # fmt: skip
+
+
+def costs(before: dict[str, tuple[str, float]]) -> dict[str, dict[str, float]]:
+    """By library, what was compiled since `before`: files, and the seconds since the file before, of any library.
+
+    So other work between two files counts too; what comes before the first does not.
+    """
+    new = sorted((when, library) for name, (library, when) in compiled().items() if name not in before)
+    found: dict[str, dict[str, float]] = {}
+    for (earlier, _), (when, library) in zip([*new[:1], *new], new, strict=False):
+        of = found.setdefault(library, {"files": 0, "seconds": 0.0})
+        of["files"], of["seconds"] = of["files"] + 1, round(of["seconds"] + when - earlier, 1)
+    return found
 
 
 def warm_up(args: argparse.Namespace, server: Running, case: Case) -> None:
@@ -338,14 +359,17 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
     if not wanted:
         return
     with serving(args, [name for name in names if name in wanted]) as servers:
-        for name, server in servers.items():
-            write(args.work / f"{name}.json", server.facts())
+        facts = {name: server.facts() for name, server in servers.items()}
         warm = set()
         for case, turns in missing.items():
             for name in dict.fromkeys(name for _, name in turns):
                 steps = (name, case.count, case.input_len, case.output_len)
                 if steps not in warm:
+                    began, before = time.monotonic(), compiled()
                     warm_up(args, servers[name], case)
+                    seconds = round(time.monotonic() - began, 1)
+                    facts[name].setdefault("first_requests", {"seconds": seconds, "compiled": costs(before)})
+                    write(args.work / f"{name}.json", facts[name])
                 warm.add(steps)
             for n, name in turns:
                 print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
@@ -353,7 +377,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 with Watch() as watch:
                     found = bench(args, servers[name], case)
                     found["gpu_meanwhile"] = watch.summary()
-                found["compiled"] = sorted(compiled() - before)
+                found["compiled"] = sorted(compiled().keys() - before.keys())
                 found["preemptions"] = round(servers[name].preemptions() - preempted)
                 write(place(args, name, case, n), found)
         for name in profiles:

@@ -129,6 +129,12 @@ def table(result: dict[str, Any]) -> str:
         for count, row in run["concurrency"].items():
             if number := row["preemptions"]:
                 lines.append(f"{name}, {count} at once: {number} requests were preempted; the cache is too small")
+        for title in ("start", "first_requests"):
+            if what := run.get(title):
+                costs = what["compiled"].items()
+                by = [f"{of['seconds']:,.0f} s {library} ({of['files']})" for library, of in costs]
+                words = title.replace("_", " ")
+                lines.append(f"{name}: {words} {what['seconds']:,.0f} s; compiling {', '.join(by) or 'nothing'}")
         if step := run.get("decode_step"):
             of = f"a decode step's {step['kernels_us']:,.0f} us in kernels"
             lines.append(f"{name}: {step['share']:.1%} of {of} is attention")

@@ -1,8 +1,9 @@
 """What sparse_mla.py measures: rows in each format, who attends to which of them, and the calls over them.
 
 A pool has 2^20 rows. Those of DeepSeek V4 (`e4m3`, `bf16`, `584`) hold the same values, 448 that E4M3 holds
-exactly and 64 of RoPE, so that one call of FlashMLA is the truth of all three. A token of V4 attends to a
-window of 128 rows and to picks of its indexer; one of V3.2 (`656`, `576`) to picks alone.
+exactly and 64 of RoPE, so that one call of FlashMLA is the truth of all three; `512` are the BF16 rows that
+vLLM gathers of them before a prefill. A token of V4 attends to a window of 128 rows and to picks of its
+indexer; one of V3.2 (`656`, `576`) to picks alone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ FORMATS = {
     "e4m3": Format("V4", 512, 512),
     "bf16": Format("V4", 1024, 512),
     "584": Format("V4", 584, 512),
+    "512": Format("V4", 1024, 512),
     "656": Format("V3.2", 656, 576),
     "576": Format("V3.2", 1152, 576),
 }
@@ -336,7 +338,7 @@ class Inputs:
         rows that were gathered before. Of vLLM's own rows, a prefill's gather is counted.
         """
         arguments = self.stock, self.padded, self.padded_sinks, self.padded_out
-        if rows == "576" or (rows == "656" and (self.kind == "decode" or self.heads < 32)):
+        if rows in ("576", "512") or (rows == "656" and (self.kind == "decode" or self.heads < 32)):
             return self._over(rows, *arguments)
         if self.kind == "decode":
             return self._over("584", *arguments)
@@ -357,6 +359,10 @@ class Inputs:
         """Of FlashMLA's two calls the one that reads these rows in place."""
         if rows == "576":
             return self._sparse_fwd(self.pools.rows_576, self.rows, module, query, sinks, out)
+        if rows == "512":
+            return self._sparse_fwd(
+                self.pools.bf16.view(-1, 1, 512), self.rows.gathered or self.rows, module, query, sinks, out
+            )
         plan = module.get_mla_metadata()[0]  # made by the first call, shared by the others, as vLLM does in a step
         pool, of = getattr(self.pools, f"rows_{rows}"), self.rows
         common = dict(

@@ -57,6 +57,7 @@ if arguments[0] == "serve":
             self.end_headers()
         def log_message(self, *_):
             pass
+    compile("early_kernel"), time.sleep(0.2), compile("other_kernel")
     print("INFO GPU KV cache size: 1,234,567 tokens", flush=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Server)
     timer = threading.Timer(60, server.shutdown)  # whatever happens to the test
@@ -156,8 +157,11 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
+    begin, first = (result["runs"]["BF16"][title]["compiled"]["Triton"] for title in ("start", "first_requests"))
+    assert begin["files"] == 2 and 0.2 <= begin["seconds"] < 10 and first["files"] == 1
     assert "| 2 | BF16* | " in done.stdout and "| 4 | BF16 | " in done.stdout and "\n*: kernels" in done.stdout
     assert "| 4 | FP8 | 1,000.00 | 1,000.00 | 250.00 | 1.00 | 1.00 | 1.00 | 1,000.00 | 1,000.00 |" in done.stdout
+    assert re.search(r"^BF16: start \d+ s; compiling 0 s Triton \(2\)$", done.stdout, re.M)
     assert " | 1,000.00 | 1,234,567 |" in done.stdout and "good prompts" not in done.stdout
 
     done, calls = serve()

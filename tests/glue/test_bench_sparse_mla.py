@@ -154,7 +154,8 @@ def test_a_round(few):
         for rows in inputs.FORMATS
         for phase in ("decode", "prefill", "prompt", "scattered")
         for heads in (8, 32)
-    } - {("656", "scattered", 32)}  # what vLLM would gather there is not said
+    } - {("656", "scattered", 32),  # what vLLM would gather there is not said
+         ("512", "decode", 8), ("512", "decode", 32)}  # fmt: skip
     assert len(found) == len(there)
     for row in found:
         assert row["difference"] < (0.06 if row["rows"] == "e4m3" else 0.01), row
