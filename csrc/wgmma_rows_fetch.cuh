@@ -17,30 +17,20 @@ struct Fetch : Storage<FORMAT> {
   static constexpr int kBehind = 2;
   static_assert(L::kSlots >= 4 + kBehind + 1, "or else all wait for each other");
 
-  // A warp has 8 rows of every slot. 32 chunks of a row are copied at once, 16 bytes a lane, and what is left of its
-  // wide part with those of other rows.
-  static constexpr int kFirstWide = (512 - L::kNarrow) / 16, kChunks = 8 - kFirstWide;  // of each, then
-  static constexpr int kRowsAtOnce = 32 / kChunks, kLeft = 8 / kRowsAtOnce;
+  // A warp has 8 rows of every slot. Eight lanes copy 128 bytes of a row, 16 each, so that a lane has part of rows
+  // lane / 8 and 4 further; the lane that has looked up a row, `first_lane` + r, copies its scales.
   struct Addresses {
-    const uint8_t *rows[8], *left[kLeft], *scales;
+    const uint8_t *rows[2], *scales;
   };
-  // All are passed on before the first copy: a shuffle after it would wait until the copy has left. Lane
-  // `first_lane` + r has looked up row r.
+  // Both are passed on before the first copy: a shuffle after it would wait until the copy has left.
   __device__ __forceinline__ Addresses pass_on(const uint8_t* mine, const uint8_t* scales, int first_lane) const {
-    Addresses a;
     const int lane = lane_again();
-    const auto of = [&](int lane) {
-      return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane));
-    };
+    Addresses a;
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      a.rows[r] = of(first_lane + r) + lane * 16;
-      asm volatile("" : "+l"(a.rows[r]));
-    }
-#pragma unroll
-    for (int k = 0; k < kLeft; ++k) {
-      a.left[k] = of(first_lane + k * kRowsAtOnce + lane / kChunks) + L::kWideAt + (kFirstWide + lane % kChunks) * 16;
-      asm volatile("" : "+l"(a.left[k]));
+    for (int k = 0; k < 2; ++k) {
+      const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(mine), first_lane + lane / 8 + k * 4);
+      a.rows[k] = reinterpret_cast<const uint8_t*>(row) + lane % 8 * 16;
+      asm volatile("" : "+l"(a.rows[k]));
     }
     a.scales = scales;
     return a;
@@ -48,16 +38,24 @@ struct Fetch : Storage<FORMAT> {
   template <bool FIRST>
   __device__ __forceinline__ void copy(const Addresses& from, int slot, int first_lane, unsigned there) const {
     const int lane = lane_again();
-    const uint32_t to = base + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes;
-    const int chunk = lane < L::kNarrow / 16 ? lane / 8 * 1024 + lane % 8 * 16
-                                             : L::kWideAtGroup + (lane - L::kNarrow / 16) * 16;
+    uint32_t to = base + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + swizzled(lane / 8, lane % 8);
 #pragma unroll
-    for (int r = 0; r < 8; ++r) copy16<FIRST>(to + r * 128 + (chunk ^ r * 16), from.rows[r], there >> r & 1 ? 16 : 0);
+    for (int k = 0; k < 2; ++k) {
+      const uint8_t* const row = from.rows[k];
+      const int bytes = there >> (lane / 8 + k * 4) & 1 ? 16 : 0;
 #pragma unroll
-    for (int k = 0; k < kLeft; ++k) {
-      const int r = k * kRowsAtOnce + lane / kChunks;
-      copy16<FIRST>(to + L::kWideAtGroup + swizzled(r, kFirstWide + lane % kChunks), from.left[k],
-                    there >> r & 1 ? 16 : 0);
+      for (int line = 0; line < L::kNarrow / 128; ++line) copy16<FIRST>(to + line * 1024, row + line * 128, bytes);
+      if constexpr (L::kNarrow % 128 == 0) {
+        copy16<FIRST>(to + L::kWideAtGroup, row + L::kWideAt, bytes);
+      } else {
+        // The wide part begins in the middle of 128 bytes, and ends so: a lane has its chunk lane % 8 ^ 4.
+        constexpr int kLine = L::kNarrow / 128;
+        static_assert(L::kNarrow % 128 == 64 && L::kWideAt == L::kNarrow, "a half line, and nothing behind it");
+        const uint32_t wide = (to ^ 64) + L::kWideAtGroup;
+        copy16<FIRST>(lane % 8 < 4 ? to + kLine * 1024 : wide, row + kLine * 128, bytes);
+        if (lane % 8 < 4) copy16<FIRST>(wide, row + (kLine + 1) * 128, bytes);
+      }
+      to = (to ^ 64) + 512;  // rows 4 apart have chunks 4 apart
     }
     if (lane / 8 * 8 == first_lane) {
       const int r = lane % 8;
