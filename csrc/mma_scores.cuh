@@ -27,12 +27,12 @@ __device__ __forceinline__ uint32_t scaled_half(uint32_t x, uint32_t by) {
 }
 
 // A warp of a group, and what it does with q and with keys.
-template <RowFormat FORMAT, int WARPS>
+template <RowFormat FORMAT, int WARPS, int KEYS>
 struct Scores {
-  using S = Shape<FORMAT, WARPS>;
-  static constexpr int kKeysWarp = S::kKeys / WARPS, kKeyBlocks = kKeysWarp / 8;  // whose scores a warp computes
-  static constexpr int kRounds = (S::kPieces + WARPS - 1) / WARPS;                // of pieces of q
-  static constexpr bool kNarrowQ = S::kNarrow > 0;                                // q is scaled, and fp16
+  using S = Shape<FORMAT, WARPS, KEYS>;
+  static constexpr int kKeysWarp = KEYS, kKeyBlocks = KEYS / 8;    // whose scores a warp computes
+  static constexpr int kRounds = (S::kPieces + WARPS - 1) / WARPS;  // of pieces of q
+  static constexpr bool kNarrowQ = S::kNarrow > 0;                  // q is scaled, and fp16
   using KeyScales = RowScales<S::kScales>;
 
   const RowParams& p;

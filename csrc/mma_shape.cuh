@@ -9,16 +9,16 @@ namespace mla {
 namespace mma {
 
 constexpr int kHeads = 16;  // of an item: the M of mma.sync
-constexpr int kMaxSplits = 8;
 constexpr int kConsumerThreads = 256, kProducerThreads = 128, kThreads = kConsumerThreads + kProducerThreads;
 
-template <RowFormat FORMAT, int WARPS>
+// Of a group so many warps, of a warp so many keys of a stage.
+template <RowFormat FORMAT, int WARPS, int KEYS>
 struct Shape : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr int kConsumerGroups = kConsumerThreads / 32 / WARPS;
   static constexpr int kGroupThreads = WARPS * 32;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
-  static constexpr int kKeys = WARPS * (R::kNarrow ? 16 : 8);                     // of a stage
+  static constexpr int kKeys = WARPS * KEYS;                                      // of a stage
   static constexpr int kStages = R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;   // as many as fit
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
@@ -74,7 +74,7 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[S::kConsumerGroups == 1 ? kMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
+  float stats[S::kConsumerGroups == 1 ? kMmaMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
   int turns[kMostTurns];                                             // of the block; only in its first group's
 };
 

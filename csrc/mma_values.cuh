@@ -7,9 +7,9 @@ namespace mla {
 namespace mma {
 
 // The same warp, and what it does with weights and values.
-template <RowFormat FORMAT, int WARPS>
-struct Values : Scores<FORMAT, WARPS> {
-  using Base = Scores<FORMAT, WARPS>;
+template <RowFormat FORMAT, int WARPS, int KEYS>
+struct Values : Scores<FORMAT, WARPS, KEYS> {
+  using Base = Scores<FORMAT, WARPS, KEYS>;
   using Base::shared, Base::warp, Base::lane, Base::g, Base::t, Base::sync, Base::Base;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks;

@@ -101,9 +101,9 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 
 // ---------------------------------------------------------------- consumers
 
-template <RowFormat FORMAT, int WARPS>
-struct Consumer : Values<FORMAT, WARPS> {
-  using Base = Values<FORMAT, WARPS>;
+template <RowFormat FORMAT, int WARPS, int KEYS>
+struct Consumer : Values<FORMAT, WARPS, KEYS> {
+  using Base = Values<FORMAT, WARPS, KEYS>;
   using Base::p, Base::shared, Base::warp, Base::lane, Base::group, Base::g, Base::t, Base::thread, Base::sync;
   using Base::acc, Base::maximum, Base::sum, Base::largest, Base::scale, Base::Base, Base::load_q, Base::prefetch_q;
   using Base::scores, Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values;
@@ -262,32 +262,35 @@ struct Consumer : Values<FORMAT, WARPS> {
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const int runs = min(kHeads, p.heads - head0) * kRuns;
     for (int i = split * S::kGroupThreads + thread; i < runs; i += p.splits * S::kGroupThreads) {
-      uint4 raw[kMaxSplits];
-#pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r)
-        if (r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r));
       const int row = i / kRuns, head = head0 + row;
       const float sink = shared.sinks[row];
       float shift = sink;
-#pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r)
-        if (r < p.splits) shift = fmaxf(shift, shared.stats[r][0][row]);
+#pragma unroll 4
+      for (int r = 0; r < p.splits; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
       if (shift == -INFINITY) shift = 0.f;
       float total = exp2_fast(sink - shift), value[kRun16] = {};
+      // Eight at a time: registers hold no more.
+      for (int r0 = 0; r0 < p.splits; r0 += 8) {
+        uint4 raw[8];
 #pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r) {
-        if (r >= p.splits) break;
-        const float weight = exp2_fast(shared.stats[r][0][row] - shift), share = weight * shared.stats[r][1][row];
-        total += share;
-        uint32_t w[4];
-        unpack(w, raw[r]);
+        for (int r = 0; r < 8; ++r)
+          if (r0 + r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kHalf) {
-            const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
-            value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
-          } else {
-            value[j] += weight * __uint_as_float(w[j]);
+        for (int r = 0; r < 8; ++r) {
+          if (r0 + r >= p.splits) break;
+          const float weight = exp2_fast(shared.stats[r0 + r][0][row] - shift);
+          const float share = weight * shared.stats[r0 + r][1][row];
+          total += share;
+          uint32_t w[4];
+          unpack(w, raw[r]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kHalf) {
+              const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
+              value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
+            } else {
+              value[j] += weight * __uint_as_float(w[j]);
+            }
           }
         }
       }
@@ -333,10 +336,10 @@ struct Consumer : Values<FORMAT, WARPS> {
   }
 };
 
-template <RowFormat FORMAT, int WARPS>
+template <RowFormat FORMAT, int WARPS, int KEYS>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __grid_constant__ RowParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
-  using S = Shape<FORMAT, WARPS>;
+  using S = Shape<FORMAT, WARPS, KEYS>;
   extern __shared__ __align__(128) uint8_t smem[];
   SharedStorage<S>* const groups = reinterpret_cast<SharedStorage<S>*>(smem);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
@@ -389,40 +392,55 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     take_registers<S::kConsumerRegisters>();
     wait_for_previous();
     const int group = S::kConsumerGroups > 1 ? warp / WARPS : 0;
-    Consumer<FORMAT, WARPS> consumer(p, groups[group], warp % WARPS, lane, group);
+    Consumer<FORMAT, WARPS, KEYS> consumer(p, groups[group], warp % WARPS, lane, group);
     consumer.consume(order(group));
   }
 #endif
 }
 
-template <RowFormat FORMAT, int WARPS>
-cudaError_t launch(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
-  using S = Shape<FORMAT, WARPS>;
-  constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>);
+template <RowFormat FORMAT, int WARPS, int KEYS>
+struct Launch {
+  static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, WARPS, KEYS>;
+  using S = Shape<FORMAT, WARPS, KEYS>;
+  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
-  const RowParams p(call, kHeads, splits);
-  const int blocks = splits > 1 ? p.items : min(p.items, sms);
-  return launch_kernel<sparse_mla_mma_kernel<FORMAT, WARPS>>(p, blocks, kThreads, kSharedBytes, splits, stream);
+
+  static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
+    const RowParams p(call, kHeads, splits);
+    const int blocks = splits > 1 ? p.items : min(p.items, sms);
+    return launch_kernel<kKernel>(p, blocks, kThreads, kSharedBytes, splits, stream);
+  }
+  static cudaError_t clusters(int size, int device, int* at_once) {
+    return clusters_at_once<kKernel>(kThreads, kSharedBytes, size, device, at_once);
+  }
+};
+
+// Calls `with` with the Launch of a kernel.
+template <typename With>
+cudaError_t choose(RowFormat format, MmaBlock block, const With& with) {
+  const bool paired = block == MmaBlock::kPaired;
+  switch (format) {
+    case RowFormat::kE4M3:
+      return paired ? with(Launch<RowFormat::kE4M3, 4, 16>()) : with(Launch<RowFormat::kE4M3, 8, 16>());
+    case RowFormat::kV4:
+      if (block == MmaBlock::kHalf) return with(Launch<RowFormat::kV4, 8, 8>());
+      return paired ? with(Launch<RowFormat::kV4, 4, 16>()) : with(Launch<RowFormat::kV4, 8, 16>());
+    case RowFormat::kV32:
+      return paired ? with(Launch<RowFormat::kV32, 4, 16>()) : with(Launch<RowFormat::kV32, 8, 16>());
+    case RowFormat::kBf16: return with(Launch<RowFormat::kBf16, 8, 8>());
+    case RowFormat::kBf576: return with(Launch<RowFormat::kBf576, 8, 8>());
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace mma
 
-cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream) {
-  using mma::launch;
-  switch (call.format) {
-    case RowFormat::kE4M3:
-      return paired ? launch<RowFormat::kE4M3, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kE4M3, 8>(call, splits, sms, stream);
-    case RowFormat::kV4:
-      return paired ? launch<RowFormat::kV4, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kV4, 8>(call, splits, sms, stream);
-    case RowFormat::kV32:
-      return paired ? launch<RowFormat::kV32, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kV32, 8>(call, splits, sms, stream);
-    case RowFormat::kBf16: return launch<RowFormat::kBf16, 8>(call, splits, sms, stream);
-    case RowFormat::kBf576: return launch<RowFormat::kBf576, 8>(call, splits, sms, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream) {
+  return mma::choose(call.format, block, [&](auto of) { return of.run(call, splits, sms, stream); });
+}
+
+cudaError_t mma_clusters(RowFormat format, MmaBlock block, int size, int device, int* at_once) {
+  return mma::choose(format, block, [&](auto of) { return of.clusters(size, device, at_once); });
 }
 
 }  // namespace mla

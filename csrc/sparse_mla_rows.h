@@ -54,9 +54,16 @@ cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes)
 // Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 
-// 16 heads an item; `paired` (not of BF16 rows; one split) for two items at a time on an SM; 1 to 8 blocks share a
-// token's keys.
-cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
+// What a block of the mma.sync kernel, 16 heads an item, takes at a time: 128 keys of an item (BF16 rows: 64), 64 (kV4
+// alone), or 64 each of two items (not of BF16 rows).
+enum class MmaBlock { kWhole, kHalf, kPaired };
+constexpr int kMmaMaxSplits = 16;
+
+// So many blocks share a token's keys, as a cluster; with kPaired 1.
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
+
+// How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none.
+cudaError_t mma_clusters(RowFormat format, MmaBlock block, int size, int device, int* at_once);
 
 // Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of
 // the others' keys so many parts, which the workspace holds.
