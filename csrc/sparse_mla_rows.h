@@ -54,12 +54,17 @@ cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes)
 // Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 
-// What a block of the mma.sync kernel, 16 heads an item, takes at a time: 128 keys of an item (BF16 rows: 64), 64 (kV4
-// alone), or 64 each of two items (not of BF16 rows).
-enum class MmaBlock { kWhole, kHalf, kPaired };
+// What a block of the mma.sync kernel, 16 heads an item, takes at a time. Over BF16 rows there is kWhole alone.
+enum class MmaBlock {
+  kWhole,   // 128 keys of an item (BF16 rows: 64)
+  kHalf,    // 64; kV4 alone
+  kPaired,  // 64 each of two items
+  kShared,  // 64 of each half of an item's keys
+};
 constexpr int kMmaMaxSplits = 16;
 
-// So many blocks share a token's keys, as a cluster; with kPaired 1.
+// So many blocks share a token's keys, as a cluster; with kPaired 1, with kShared the two halves, of no more blocks than
+// SMs.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
 
 // How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none.

@@ -57,10 +57,11 @@ struct MmaDivision {
   // Of `columns` keys for each of so many blocks of heads.
   cudaError_t choose(RowFormat format, int blocks, int columns, const Gpu& gpu) {
     const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer
-    // items than SMs too, since a tile of half the keys is there sooner.
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or two
+    // halves of one.
     if (!is_wide && 2 * blocks > gpu.sms) {
-      block = MmaBlock::kPaired;
+      block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
+      splits = blocks > gpu.sms ? 1 : 2;
       return cudaSuccess;
     }
     const int tiles = divide(columns, is_wide ? 64 : 128);
