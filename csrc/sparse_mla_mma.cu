@@ -465,19 +465,22 @@ struct Launch {
 // Calls `with` with the Launch of a kernel.
 template <typename With>
 cudaError_t choose(RowFormat format, MmaBlock block, const With& with) {
-  const auto narrow = [&](auto whole, auto paired, auto shared) {
-    return block == MmaBlock::kPaired ? with(paired) : block == MmaBlock::kShared ? with(shared) : with(whole);
+  const auto of = [&](auto constant) {
+    constexpr RowFormat kFormat = decltype(constant)::value;
+    if constexpr (Rows<kFormat>::kNarrow > 0) {
+      if (block == MmaBlock::kPaired) return with(Launch<kFormat, MmaBlock::kPaired>());
+      if (block == MmaBlock::kShared) return with(Launch<kFormat, MmaBlock::kShared>());
+    }
+    if constexpr (kFormat == RowFormat::kV4)
+      if (block == MmaBlock::kHalf) return with(Launch<kFormat, MmaBlock::kHalf>());
+    return with(Launch<kFormat, MmaBlock::kWhole>());
   };
-  using B = MmaBlock;
-  using R = RowFormat;
   switch (format) {
-    case R::kE4M3: return narrow(Launch<R::kE4M3, B::kWhole>(), Launch<R::kE4M3, B::kPaired>(), Launch<R::kE4M3, B::kShared>());
-    case R::kV4:
-      if (block == B::kHalf) return with(Launch<R::kV4, B::kHalf>());
-      return narrow(Launch<R::kV4, B::kWhole>(), Launch<R::kV4, B::kPaired>(), Launch<R::kV4, B::kShared>());
-    case R::kV32: return narrow(Launch<R::kV32, B::kWhole>(), Launch<R::kV32, B::kPaired>(), Launch<R::kV32, B::kShared>());
-    case R::kBf16: return with(Launch<R::kBf16, B::kWhole>());
-    case R::kBf576: return with(Launch<R::kBf576, B::kWhole>());
+    case RowFormat::kE4M3: return of(std::integral_constant<RowFormat, RowFormat::kE4M3>());
+    case RowFormat::kBf16: return of(std::integral_constant<RowFormat, RowFormat::kBf16>());
+    case RowFormat::kV4: return of(std::integral_constant<RowFormat, RowFormat::kV4>());
+    case RowFormat::kV32: return of(std::integral_constant<RowFormat, RowFormat::kV32>());
+    case RowFormat::kBf576: return of(std::integral_constant<RowFormat, RowFormat::kBf576>());
   }
   return cudaErrorInvalidValue;
 }

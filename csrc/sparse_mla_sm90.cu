@@ -57,31 +57,31 @@ struct MmaDivision {
   // Of `columns` keys for each of so many blocks of heads.
   cudaError_t choose(RowFormat format, int blocks, int columns, const Gpu& gpu) {
     const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or two
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or the
     // halves of one.
     if (!is_wide && 2 * blocks > gpu.sms) {
       block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
       splits = blocks > gpu.sms ? 1 : 2;
       return cudaSuccess;
     }
-    const int tiles = divide(columns, is_wide ? 64 : 128);
-    // Few tokens: as many blocks as have a tile each, or a half if there are fewer tiles than blocks may share keys. A
-    // group of SMs holds one such cluster, if it is not too small for it.
-    const bool is_half = format == RowFormat::kV4 && tiles <= kMmaMaxSplits / 2;
-    const int most = std::min(is_half ? divide(columns, 64) : tiles, kMmaMaxSplits);
-    if (most > 8) {
-      const MmaBlock of = is_half ? MmaBlock::kHalf : MmaBlock::kWhole;
+    // 584-byte rows come in small tiles where a block has no more than two of these.
+    const bool is_v4 = format == RowFormat::kV4;
+    const auto block_of = [&](int splits) {
+      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
+    };
+    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
+    // More than eight blocks are in one group of SMs, if it is not too small for them, and no other such cluster is.
+    splits = std::min(tiles, kMmaMaxSplits);
+    if (splits > 8) {
       int at_once = 0;
-      if (const cudaError_t error = mma_clusters(format, of, most, gpu.device, &at_once)) return error;
-      if (blocks <= at_once) {
-        block = of, splits = most;
-        return cudaSuccess;
-      }
+      if (const cudaError_t error = mma_clusters(format, block_of(splits), splits, gpu.device, &at_once)) return error;
+      if (blocks > at_once) splits = 8;
     }
-    // As many as have a tile each and find an SM at the same time. Larger clusters do not: some groups of SMs are a few
-    // short of 16, so about a quarter is left out.
-    splits = std::min({8, tiles, gpu.sms * 3 / 4 / blocks});
+    // As many as have a tile each and find an SM at the same time. Of clusters of up to eight not all SMs: some groups
+    // are a few short of 16, so about a quarter is left out.
+    if (splits <= 8) splits = std::min(splits, gpu.sms * 3 / 4 / blocks);
     if (splits <= 1) splits = 2 * blocks <= gpu.sms && tiles > 1 ? 2 : 1;
+    block = block_of(splits);
     return cudaSuccess;
   }
 };
