@@ -57,8 +57,8 @@ struct MmaDivision {
   // Of `columns` keys for each of so many blocks of heads.
   cudaError_t choose(RowFormat format, int blocks, int columns, const Gpu& gpu) {
     const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or the
-    // halves of one.
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or
+    // the halves of one.
     if (!is_wide && 2 * blocks > gpu.sms) {
       block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
       splits = blocks > gpu.sms ? 1 : 2;
