@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "sparse_mla_sm90.h"
@@ -156,14 +157,42 @@ struct InItems : Call {
         items(call.tokens * head_blocks * splits) {}
 };
 
+// At every launch: each GPU of a process has its own.
+template <auto KERNEL>
+cudaError_t configure(int shared_bytes, int cluster) {
+  const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  constexpr int kPortable = 8;
+  if (error != cudaSuccess || cluster <= kPortable) return error;
+  return cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// How many clusters of `size` such blocks the GPU, `device`, holds at once: asked of the driver once.
+template <auto KERNEL>
+cudaError_t clusters_at_once(int threads, int shared_bytes, int size, int device, int* found) {
+  constexpr int kDevices = 64, kSizes = 17;
+  static std::atomic<int> known[kDevices][kSizes];  // and 1 more, or 0 before it is asked
+  const bool is_kept = device < kDevices && size < kSizes;
+  if (is_kept && (*found = known[device][size].load(std::memory_order_relaxed) - 1) >= 0) return cudaSuccess;
+  if (const cudaError_t error = configure<KERNEL>(shared_bytes, size)) return error;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(size));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (const cudaError_t error = cudaOccupancyMaxActiveClusters(found, KERNEL, &config)) return error;
+  if (is_kept) known[device][size].store(*found + 1, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
 cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster,
                           cudaStream_t stream) {
-  // At every launch: each GPU of a process has its own.
-  const cudaError_t configured =
-      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (configured != cudaSuccess) return configured;
+  if (const cudaError_t error = configure<KERNEL>(shared_bytes, cluster)) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -54,9 +54,21 @@ cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes)
 // Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 
-// 16 heads an item; `paired` (not of BF16 rows; one split) for two items at a time on an SM; 1 to 8 blocks share a
-// token's keys.
-cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
+// What a block of the mma.sync kernel, 16 heads an item, takes at a time. Over BF16 rows there is kWhole alone.
+enum class MmaBlock {
+  kWhole,   // 128 keys of an item (BF16 rows: 64)
+  kHalf,    // 64; kV4 alone
+  kPaired,  // 64 each of two items
+  kShared,  // 64 of each half of an item's keys
+};
+constexpr int kMmaMaxSplits = 16;
+
+// So many blocks share a token's keys, as a cluster. With kPaired 1; with kShared 2, which are the halves of a block,
+// and no more blocks than SMs.
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
+
+// How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none.
+cudaError_t mma_clusters(RowFormat format, MmaBlock block, int size, int device, int* at_once);
 
 // Up to 32 heads, heads on N, of kV4 and kV32; one block an SM, or 2 to 8 blocks share a token's keys. Of calls whose
 // sources have no offsets, whose scales are not in memory, and that do not ask for the largest score.

@@ -11,10 +11,10 @@ int divide(int x, int by) { return (x + by - 1) / by; }
 
 // What the choice depends on, besides the call.
 struct Gpu {
-  int sms = 0, l2_bytes = 0;
+  int device = 0, sms = 0, l2_bytes = 0;
 
   cudaError_t ask() {
-    int device = 0, major = 0;
+    int major = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
@@ -49,13 +49,47 @@ SparseMlaRows as_rows(const SparseMla& call) {
   return rows;
 }
 
-// How many blocks share a token's keys as a cluster: as many as have a tile each and find an SM at the same time.
-// Larger clusters do not: some groups of SMs are a few short of 16, so about a quarter is left out.
+// How many blocks share a token's keys as a cluster, up to eight: as many as have a tile each and find an SM at the same
+// time. They do not find all SMs: some groups of these are a few short of 16, so about a quarter is left out.
 int cluster_splits(int blocks, int tiles, int sms) {
   const int splits = std::min({8, tiles, sms * 3 / 4 / blocks});
   if (splits > 1) return splits;
   return 2 * blocks <= sms && tiles > 1 ? 2 : 1;
 }
+
+// What a block of the mma.sync kernel takes at a time, and how many share a token's keys.
+struct MmaDivision {
+  MmaBlock block = MmaBlock::kWhole;
+  int splits = 1;
+
+  // Of `columns` keys for each of so many blocks of heads.
+  cudaError_t choose(RowFormat format, int blocks, int columns, const Gpu& gpu) {
+    const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or
+    // the halves of one.
+    if (!is_wide && 2 * blocks > gpu.sms) {
+      block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
+      splits = blocks > gpu.sms ? 1 : 2;
+      return cudaSuccess;
+    }
+    // 584-byte rows come in small tiles where a block has no more than two of these.
+    const bool is_v4 = format == RowFormat::kV4;
+    const auto block_of = [&](int splits) {
+      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
+    };
+    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
+    // More than eight blocks are in one group of SMs, if it is not too small for them, and no other such cluster is.
+    splits = std::min(tiles, kMmaMaxSplits);
+    if (splits > 8) {
+      int at_once = 0;
+      if (const cudaError_t error = mma_clusters(format, block_of(splits), splits, gpu.device, &at_once)) return error;
+      if (blocks > at_once) splits = 8;
+    }
+    if (splits <= 8) splits = cluster_splits(blocks, tiles, gpu.sms);
+    block = block_of(splits);
+    return cudaSuccess;
+  }
+};
 
 // How many blocks share a token's keys in the kernel with heads on N over packed rows; 0 of a call that others serve.
 int wgmma_rows_splits(const SparseMlaRows& call, int sms) {
@@ -107,6 +141,14 @@ struct M64Choice {
   }
 };
 
+cudaError_t run_mma(const SparseMlaRows& call, const Gpu& gpu, cudaStream_t stream) {
+  const int columns = call.sources[0].width + call.sources[1].width;
+  MmaDivision division;
+  if (const cudaError_t error = division.choose(call.format, call.tokens * divide(call.heads, 16), columns, gpu))
+    return error;
+  return launch_sparse_mla_mma(call, division.block, division.splits, gpu.sms, stream);
+}
+
 }  // namespace
 
 cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
@@ -117,15 +159,10 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
   // Blocks of the grid if a block takes so many heads.
   const auto blocks = [&](int heads) { return call.tokens * divide(call.heads, heads); };
-  const int key_bytes = call.rows_are_fp8 ? 512 : 1024, mma_tile = (64 << 10) / key_bytes;
 
   const bool few_heads = call.heads <= 16 && (call.rows_are_fp8 || blocks(16) < sms / 2);
   if (few_heads || blocks(16) * (call.rows_are_fp8 ? 4 : 8) <= sms) {
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer
-    // items than SMs too, since a tile of half the keys is there sooner.
-    const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
-    const int splits = paired ? 1 : cluster_splits(blocks(16), divide(call.width, mma_tile), sms);
-    return launch_sparse_mla_mma(as_rows(call), paired, splits, sms, stream);
+    return run_mma(as_rows(call), gpu, stream);
   }
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
   for (const int heads : {16, 32})
@@ -155,11 +192,7 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
     return launch_sparse_mla_wgmma_rows(call, splits, gpu.sms, stream);
   if (const M64Choice m64(call, gpu.sms); m64.is_it)
     return launch_sparse_mla_m64_rows(call, m64.division, gpu.sms, stream);
-  const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
-  const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
-  const bool paired = !is_wide && 2 * blocks > gpu.sms;
-  const int tiles = divide(call.sources[0].width + call.sources[1].width, tile);
-  return launch_sparse_mla_mma(call, paired, paired ? 1 : cluster_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
+  return run_mma(call, gpu, stream);
 }
 
 }  // namespace mla
