@@ -94,16 +94,19 @@ struct MmaDivision {
 // How many blocks share a token's keys in the kernel with heads on N over packed rows; 0 of a call that others serve.
 int wgmma_rows_splits(const SparseMlaRows& call, int sms) {
   const bool is_packed = call.format == RowFormat::kV4 || call.format == RowFormat::kV32;
-  if (!is_packed || call.heads <= 16 || call.heads > 32 || call.max_logits) return 0;
+  if (!is_packed || call.heads <= 16 || call.max_logits) return 0;
   const int tiles = std::max(1, divide(call.sources[0].width + call.sources[1].width, 64));
+  const int blocks = call.tokens * divide(call.heads, 32);
+  if (call.heads > 32 && blocks > sms) return 0;  // then 64 heads on M
 #ifdef MLA_HEADS_ON_N  // of a build that tries either: 0 or 1
   const bool is_it = MLA_HEADS_ON_N;
 #else
   // With less to do, 16 heads an item. Not measured.
-  const bool is_it = 11 * call.tokens >= sms || int64_t{call.tokens} * tiles >= 256;
+  const bool is_it = 11 * int64_t{blocks} >= sms || int64_t{blocks} * tiles >= 256;
 #endif
+  if (!is_it) return 0;
   // As many as have fewer tiles each than with one less.
-  return is_it ? divide(tiles, divide(tiles, cluster_splits(call.tokens, tiles, sms))) : 0;
+  return divide(tiles, divide(tiles, cluster_splits(blocks, tiles, sms)));
 }
 
 // Items beyond those that fill all SMs some times leave SMs idle, so their keys are divided, into as many parts as take

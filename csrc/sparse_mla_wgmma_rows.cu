@@ -1,6 +1,6 @@
-// Sparse MLA over packed rows of vLLM's own caches, 17 to 32 heads, for Hopper: docs/sm90-sparse-mla.md.
+// Sparse MLA over packed rows of vLLM's own caches, more than 16 heads, for Hopper: docs/sm90-sparse-mla.md.
 //
-// As in sparse_mla_wgmma.cu a block takes the heads of one token after another, with rows on M and heads on N of wgmma:
+// As in sparse_mla_wgmma.cu a block takes 32 heads of one token after another, with rows on M and heads on N of wgmma:
 // scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a ring and finds
 // the power of two that each is divided by; one computes scores and weights of a tile of 64 keys; two add it to the
 // outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16 and
@@ -22,7 +22,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
 
@@ -120,7 +120,7 @@ struct Outputs : Storage<FORMAT> {
     {
       // The first item's q is loaded here, because there is nothing else to do yet.
       PartOfQ<FORMAT, 8> q;
-      q.load(p, Item(p, turns[0], lengths).token, warp, lane);
+      q.load(p, Item(p, turns[0], lengths).token, head0(turns[0]), warp, lane);
       q.store(p, warp, lane, smem + L::kQ, floats(L::kScale));
       barrier_arrive(q_full(0));
     }
@@ -155,8 +155,8 @@ struct Outputs : Storage<FORMAT> {
         uint32_t packed[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
-        if (row < p.heads)
-          *reinterpret_cast<uint4*>(out_of(item.token, row) + dim0()) =
+        if (head0(i) + row < p.heads)
+          *reinterpret_cast<uint4*>(out_of(item.token, head0(i) + row) + dim0()) =
               make_uint4(packed[0], packed[1], packed[2], packed[3]);
       }
       barrier_arrive(used(last));
@@ -173,11 +173,11 @@ struct Outputs : Storage<FORMAT> {
   __device__ __forceinline__ void merge() const {
     cg::cluster_group cluster = cg::this_cluster();
     cluster.sync();
-    const int64_t token = blockIdx.x / p.splits;
-    const int rank = blockIdx.x % p.splits;
-    for (int i = rank * kOutputThreads + warp * 32 + lane; i < p.heads * (kDim / 4); i += p.splits * kOutputThreads) {
+    const int64_t token = blockIdx.x / (p.splits * p.head_blocks);
+    const int rank = blockIdx.x % p.splits, first = head0(blockIdx.x), heads = min(kN, p.heads - first);
+    for (int i = rank * kOutputThreads + warp * 32 + lane; i < heads * (kDim / 4); i += p.splits * kOutputThreads) {
       const int head = i / (kDim / 4), dim = i % (kDim / 4) * 4;
-      const float sink = p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
+      const float sink = p.sinks ? p.sinks[first + head] * kLog2e : -INFINITY;
       float largest[kMaxSplits], sum[kMaxSplits], maximum = kNoMaximum;
       float4 value[kMaxSplits];
 #pragma unroll
@@ -200,9 +200,9 @@ struct Outputs : Storage<FORMAT> {
       }
       const float shift = fmaxf(maximum, sink), mine = exp2_fast(maximum - shift);
       const float total = keys * mine + exp2_fast(sink - shift), factor = total > 0.f ? p.bmm2 * mine / total : 0.f;
-      *reinterpret_cast<uint2*>(out_of(token, head) + dim) =
+      *reinterpret_cast<uint2*>(out_of(token, first + head) + dim) =
           make_uint2(pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
-      if (p.lse && dim == 0) write_statistics(p, token, head, maximum, keys, maximum);
+      if (p.lse && dim == 0) write_statistics(p, token, first + head, maximum, keys, maximum);
     }
     cluster.sync();  // nobody leaves while its shared memory is read
   }

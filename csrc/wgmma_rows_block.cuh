@@ -15,7 +15,7 @@ using wgmma::largest_of;
 using wgmma::product;
 using wgmma::to_half;
 
-inline constexpr int kHeads = 32;     // of an item, at most: all of a call
+inline constexpr int kHeads = 32;     // of an item, at most
 inline constexpr int kMaxSplits = 8;  // blocks that share a token's keys, where they do
 
 using Item = Keys<kTile>;
@@ -86,6 +86,9 @@ struct Storage {
   const int warp, lane;
   const Turns turns;
 
+  __device__ __forceinline__ int head0(int item) const {
+    return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
+  }
   // What follows from it is found again, and not kept in registers, which are few.
   __device__ __forceinline__ int lane_again() const {
     int again = lane;
@@ -125,18 +128,20 @@ struct PartOfQ {
   static constexpr int kRows = kHeads / WARPS;
   uint4 raw[kRows][2], tail;  // 16 dimensions of each; 8 of those of keys alone, of row lane / 8
 
-  __device__ __forceinline__ void load(const RowParams& p, int64_t token, int warp, int lane) {
-    const __nv_bfloat16* const q = static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride;
+  __device__ __forceinline__ void load(const RowParams& p, int64_t token, int head0, int warp, int lane) {
+    const __nv_bfloat16* const q =
+        static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + head0 * p.q_head_stride;
+    const int heads = p.heads - head0;
     const auto at = [&](int i, int dim) {
       return reinterpret_cast<const uint4*>(q + (i * WARPS + warp) * p.q_head_stride + dim);
     };
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
-      if (i * WARPS + warp < p.heads) raw[i][0] = at(i, lane * 16)[0], raw[i][1] = at(i, lane * 16)[1];
+      if (i * WARPS + warp < heads) raw[i][0] = at(i, lane * 16)[0], raw[i][1] = at(i, lane * 16)[1];
     }
     tail = make_uint4(0, 0, 0, 0);
-    if (L::kHasTail && lane / 8 < kRows && lane / 8 * WARPS + warp < p.heads)
+    if (L::kHasTail && lane / 8 < kRows && lane / 8 * WARPS + warp < heads)
       tail = *at(lane / 8, kDim + lane % 8 * 8);
   }
   __device__ __forceinline__ void store(const RowParams& p, int warp, int lane, uint8_t* to, float* scales) {

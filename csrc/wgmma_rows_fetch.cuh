@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Fetch : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::q_full;
-  using Base::q_empty, Base::turns, Base::lane_again;
+  using Base::q_empty, Base::turns, Base::lane_again, Base::head0;
   using L = Layout<FORMAT>;
   // A slot is prepared when the copies of so many later ones have begun. A slot is free once two tiles of the others
   // are multiplied, so that nobody waits for one that is not prepared.
@@ -126,12 +126,12 @@ struct Fetch : Storage<FORMAT> {
   }
 
   // The next item's q into the L2 cache.
-  __device__ __forceinline__ void prefetch_q(int64_t token) const {
+  __device__ __forceinline__ void prefetch_q(int64_t token, int head0) const {
     constexpr int kLines = L::kDims * 2 / 128;
     const int lane = lane_again();
     const __nv_bfloat16* const q = static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + lane % 16 * 64;
 #pragma unroll 1
-    for (int head = warp % 4 * 2 + lane / 16; head < p.heads; head += 8)
+    for (int head = head0 + warp % 4 * 2 + lane / 16; head < min(p.heads, head0 + kHeads); head += 8)
       if (lane % 16 < kLines) asm volatile("prefetch.global.L2 [%0];" ::"l"(q + head * p.q_head_stride));
   }
 
@@ -167,19 +167,20 @@ struct Fetch : Storage<FORMAT> {
     LaneLengths lengths(p, turns[1], lane);
     int next = item.index(p, my_key);
     while (i < p.items) {
+      const int now_at = i;
       i = turns[++turn];
       const Item now = item;
       item = Item(p, i, lengths.of_all());
       const bool is_more = i < p.items;
       if (!is_more) item.keys = 0;
       lengths = LaneLengths(p, turns[turn + 1], lane);
-      if (is_more) prefetch_q(item.token);
+      if (is_more) prefetch_q(item.token, head0(i));
       if (parts < kQParts) {
         prepare_all();
 #pragma unroll 1
         while (parts < kQParts) {
           Q q;
-          q.load(p, now.token, warp % 4 + parts * 4, lane);
+          q.load(p, now.token, head0(now_at), warp % 4 + parts * 4, lane);
           store_q(q);
         }
       }
@@ -203,7 +204,7 @@ struct Fetch : Storage<FORMAT> {
           // The next item's q, a part with each of four slots, comes while another slot is prepared.
           const bool is_q = key0 == 128 && is_more;
           Q q;
-          if (is_q) q.load(p, item.token, warp % 4 + parts * 4, lane);
+          if (is_q) q.load(p, item.token, head0(i), warp % 4 + parts * 4, lane);
           if (begun - prepared > kBehind) {
             copies_wait<kBehind>();
             __syncwarp();

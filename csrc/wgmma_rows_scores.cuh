@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
@@ -247,8 +247,8 @@ struct Scores : Storage<FORMAT> {
   }
 
   // With the last weights of an item goes what its outputs are to be multiplied by.
-  __device__ __forceinline__ void finish(float (&sum)[kN / 4], int64_t token, int buffer, bool started,
-                                         float sink) const {
+  __device__ __forceinline__ void finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
+                                         bool started, float sink) const {
 #pragma unroll
     for (int n = 0; n < kN / 4; ++n) {
 #pragma unroll
@@ -273,19 +273,18 @@ struct Scores : Storage<FORMAT> {
       const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
       const float all = total * mine + exp2_fast(sink - shift);
       factors[buffer * kN + head] = all > 0.f ? p.bmm2 * mine / all : 0.f;
-      if (p.lse && head < p.heads) write_statistics(p, token, head, largest, total, largest);
+      if (p.lse && head0 + head < p.heads) write_statistics(p, token, head0 + head, largest, total, largest);
     }
   }
 
   __device__ __forceinline__ void weigh() const {
-    const int head = thread();
-    const float sink = head < p.heads && p.sinks ? p.sinks[head] * kLog2e : -INFINITY;
     uint32_t tile = 0, served = 0;
     LaneLengths lengths(p, turns[0], lane);
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], ++served) {
       const Item item(p, i, lengths.of_all());
       lengths = LaneLengths(p, turns[turn + 1], lane);
-      const int buffer = served % 2;
+      const int buffer = served % 2, head = head0(i) + thread();
+      const float sink = p.sinks && thread() < kN && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
       float sum[kN / 4] = {};
       bool started = false;  // there is a maximum
       barrier_wait(q_full(buffer), served / 2 & 1);
@@ -294,7 +293,7 @@ struct Scores : Storage<FORMAT> {
         uint32_t powers[2];
         scores(s, powers, tile, buffer);
         weights(s, powers, sum, tile, started, buffer);
-        if (left == 1) finish(sum, item.token, tile % 2, started, sink);
+        if (left == 1) finish(sum, item.token, head0(i), tile % 2, started, sink);
         fence_async();
         barrier_arrive(ready(tile % 2));
       }

@@ -24,11 +24,11 @@ BLOCKS_OF_64 = [
     (20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152), (80, 64, 300),
     (520, 64, 70), (265, 128, 300), (70, 24, 1152), (300, 32, 400),
 ]  # fmt: skip
-# Over packed rows, 17 to 32 heads have another: eight to two blocks share a token's keys, or none do; tokens in
-# turns that are dealt out by length, and more than eight times as many as SMs.
+# Over packed rows, few tokens and up to 32 heads have another: eight to two blocks share a token's keys, or none do;
+# tokens in turns that are dealt out by length, and more than eight times as many as SMs.
 HEADS_ON_N = [
     (12, 32, 1152), (16, 24, 2048), (30, 17, 640), (64, 32, 2048), (64, 24, 70), (66, 29, 1000), (100, 32, 640),
-    (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130),
+    (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130), (16, 64, 640), (12, 100, 1152), (60, 64, 2048),
 ]  # fmt: skip
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
@@ -158,7 +158,10 @@ class Case:
         tokens, heads = self.query.shape[0] * self.query.shape[1], self.query.shape[2]
         tiles = -(-sum(indices.shape[2] for _, indices, _ in self.pools) // 64)
         sms = torch.cuda.get_device_properties().multi_processor_count
-        return self.rows in PACKED and 16 < heads <= 32 and (11 * tokens >= sms or tokens * tiles >= 256)
+        blocks = tokens * -(-heads // 32)
+        if self.rows not in PACKED or heads <= 16 or (heads > 32 and blocks > sms):
+            return False
+        return 11 * blocks >= sms or blocks * tiles >= 256
 
     def has_64_heads_a_block(self):
         """Whether the sm90 provider takes the kernel with 64 heads on M, as csrc/sparse_mla_sm90.cu says."""
