@@ -166,14 +166,14 @@ cudaError_t configure(int shared_bytes, int cluster) {
   return cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// How many clusters of `size` such blocks the GPU, `device`, holds at once: asked of the driver once.
+// How many clusters of `size` such blocks the GPU, `device`, holds at once, 0 if none: asked of the driver once.
 template <auto KERNEL>
-cudaError_t clusters_at_once(int threads, int shared_bytes, int size, int device, int* found) {
+int clusters_at_once(int threads, int shared_bytes, int size, int device) {
   constexpr int kDevices = 64, kSizes = 17;
   static std::atomic<int> known[kDevices][kSizes];  // and 1 more, or 0 before it is asked
   const bool is_kept = device < kDevices && size < kSizes;
-  if (is_kept && (*found = known[device][size].load(std::memory_order_relaxed) - 1) >= 0) return cudaSuccess;
-  if (const cudaError_t error = configure<KERNEL>(shared_bytes, size)) return error;
+  int found = is_kept ? known[device][size].load(std::memory_order_relaxed) - 1 : -1;
+  if (found >= 0) return found;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
@@ -183,9 +183,13 @@ cudaError_t clusters_at_once(int threads, int shared_bytes, int size, int device
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.attrs = &cluster;
   config.numAttrs = 1;
-  if (const cudaError_t error = cudaOccupancyMaxActiveClusters(found, KERNEL, &config)) return error;
-  if (is_kept) known[device][size].store(*found + 1, std::memory_order_relaxed);
-  return cudaSuccess;
+  if (configure<KERNEL>(shared_bytes, size) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&found, KERNEL, &config) != cudaSuccess) {
+    cudaGetLastError();  // smaller clusters do
+    found = 0;
+  }
+  if (is_kept) known[device][size].store(found + 1, std::memory_order_relaxed);
+  return found;
 }
 
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.

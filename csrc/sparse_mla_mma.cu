@@ -457,8 +457,8 @@ struct Launch {
     const int blocks = splits > 1 ? p.items : min(p.items, sms);
     return launch_kernel<kKernel>(p, blocks, kThreads, kSharedBytes, splits, stream);
   }
-  static cudaError_t clusters(int size, int device, int* at_once) {
-    return clusters_at_once<kKernel>(kThreads, kSharedBytes, size, device, at_once);
+  static int clusters(int size, int device) {
+    return clusters_at_once<kKernel>(kThreads, kSharedBytes, size, device);
   }
 };
 
@@ -491,8 +491,10 @@ cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int
   return mma::choose(call.format, block, [&](auto of) { return of.run(call, splits, sms, stream); });
 }
 
-cudaError_t mma_clusters(RowFormat format, MmaBlock block, int size, int device, int* at_once) {
-  return mma::choose(format, block, [&](auto of) { return of.clusters(size, device, at_once); });
+int mma_clusters(RowFormat format, MmaBlock block, int size, int device) {
+  int found = 0;
+  mma::choose(format, block, [&](auto of) { return found = of.clusters(size, device), cudaSuccess; });
+  return found;
 }
 
 }  // namespace mla

@@ -68,7 +68,7 @@ constexpr int kMmaMaxSplits = 16;
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
 
 // How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none.
-cudaError_t mma_clusters(RowFormat format, MmaBlock block, int size, int device, int* at_once);
+int mma_clusters(RowFormat format, MmaBlock block, int size, int device);
 
 // Up to 32 heads, heads on N, of kV4 and kV32; one block an SM, or 2 to 8 blocks share a token's keys. Of calls whose
 // sources have no offsets, whose scales are not in memory, and that do not ask for the largest score.

@@ -63,14 +63,14 @@ struct MmaDivision {
   int splits = 1;
 
   // Of `columns` keys for each of so many blocks of heads.
-  cudaError_t choose(RowFormat format, int blocks, int columns, const Gpu& gpu) {
+  MmaDivision(RowFormat format, int blocks, int columns, const Gpu& gpu) {
     const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
     // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or
     // the halves of one.
     if (!is_wide && 2 * blocks > gpu.sms) {
       block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
       splits = blocks > gpu.sms ? 1 : 2;
-      return cudaSuccess;
+      return;
     }
     // 584-byte rows come in small tiles where a block has no more than two of these.
     const bool is_v4 = format == RowFormat::kV4;
@@ -80,14 +80,10 @@ struct MmaDivision {
     const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
     // More than eight blocks are in one group of SMs, if it is not too small for them, and no other such cluster is.
     splits = std::min(tiles, kMmaMaxSplits);
-    if (splits > 8) {
-      int at_once = 0;
-      if (const cudaError_t error = mma_clusters(format, block_of(splits), splits, gpu.device, &at_once)) return error;
-      if (blocks > at_once) splits = 8;
-    }
-    if (splits <= 8) splits = cluster_splits(blocks, tiles, gpu.sms);
+    const bool is_few = splits > 8 && blocks * splits <= gpu.sms;
+    if (!is_few || blocks > mma_clusters(format, block_of(splits), splits, gpu.device))
+      splits = cluster_splits(blocks, tiles, gpu.sms);
     block = block_of(splits);
-    return cudaSuccess;
   }
 };
 
@@ -146,9 +142,7 @@ struct M64Choice {
 
 cudaError_t run_mma(const SparseMlaRows& call, const Gpu& gpu, cudaStream_t stream) {
   const int columns = call.sources[0].width + call.sources[1].width;
-  MmaDivision division;
-  if (const cudaError_t error = division.choose(call.format, call.tokens * divide(call.heads, 16), columns, gpu))
-    return error;
+  const MmaDivision division(call.format, call.tokens * divide(call.heads, 16), columns, gpu);
   return launch_sparse_mla_mma(call, division.block, division.splits, gpu.sms, stream);
 }
 

@@ -24,8 +24,8 @@ BLOCKS_OF_64 = [
     (20, 64, 2048), (64, 40, 1000), (133, 64, 640), (140, 100, 400), (70, 128, 1152), (80, 64, 300),
     (520, 64, 70), (265, 128, 300), (70, 24, 1152), (300, 32, 400),
 ]  # fmt: skip
-# Over packed rows, up to 32 heads, and few tokens of more, have another: eight to two blocks share a token's keys, or
-# none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs.
+# Over packed rows, up to 32 heads, and few tokens of more, have another: two to eight blocks share a token's keys,
+# or none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs.
 HEADS_ON_N = [
     (12, 32, 1152), (16, 24, 2048), (30, 17, 640), (64, 32, 2048), (64, 24, 70), (66, 29, 1000), (100, 32, 640),
     (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130), (16, 64, 640), (12, 100, 1152),
