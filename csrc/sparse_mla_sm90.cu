@@ -49,8 +49,8 @@ SparseMlaRows as_rows(const SparseMla& call) {
   return rows;
 }
 
-// How many blocks share a token's keys as a cluster, up to eight: as many as have a tile each and find an SM at the same
-// time. They do not find all SMs: some groups of these are a few short of 16, so about a quarter is left out.
+// How many blocks share a token's keys as a cluster, up to eight: as many as have a tile each and find an SM at the
+// same time. They do not find all SMs: some groups of these are a few short of 16, so about a quarter is left out.
 int cluster_splits(int blocks, int tiles, int sms) {
   const int splits = std::min({8, tiles, sms * 3 / 4 / blocks});
   if (splits > 1) return splits;
