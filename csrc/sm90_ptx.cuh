@@ -28,14 +28,23 @@ __device__ __forceinline__ uint64_t evict_first() {
   return policy;
 }
 // Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read leaves the L2 cache
-// first.
-template <bool FIRST>
+// first. So many bytes around it come into that cache.
+template <bool FIRST, int PREFETCH = 128>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
-  if constexpr (FIRST)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(bytes), "l"(evict_first()) : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#define MLA_COPY16(size)                                                                                         \
+  if constexpr (FIRST)                                                                                           \
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::" size " [%0], [%1], 16, %2, %3;" ::"r"(to),      \
+                 "l"(from), "r"(bytes), "l"(evict_first()) : "memory");                                          \
+  else                                                                                                           \
+    asm volatile("cp.async.cg.shared.global.L2::" size " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)   \
+                 : "memory")
+  if constexpr (PREFETCH == 64) {
+    MLA_COPY16("64B");
+  } else {
+    static_assert(PREFETCH == 128, "");
+    MLA_COPY16("128B");
+  }
+#undef MLA_COPY16
 }
 // The same of 8 bytes.
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {

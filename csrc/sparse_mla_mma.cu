@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         if constexpr (S::kScales == Scales::kUe8m0)
           copy8(to, row.page + pool.page.value * (S::kNarrow + 2 * S::kWide) + row.in_page * 8, row.exists ? 8 : 0);
         else if constexpr (S::kScales == Scales::kFloat)
-          copy16<FIRST>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
+          copy16<FIRST, S::kPrefetch>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
       }
       const uint32_t to = smem_address(shared.rows[stage]);
 #pragma unroll
@@ -88,8 +88,8 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         for (int line = 0; line < S::kLines; ++line) {
           const typename S::Chunk c = S::chunk(line, chunk);
           if (c.exists)
-            copy16<FIRST>(to + S::chunk_at(row8, to_row, c.line, c.at),
-                          reinterpret_cast<const uint8_t*>(rows[i]) + c.from, bytes);
+            copy16<FIRST, S::kPrefetch>(to + S::chunk_at(row8, to_row, c.line, c.at),
+                                        reinterpret_cast<const uint8_t*>(rows[i]) + c.from, bytes);
         }
       }
       barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there

@@ -44,16 +44,17 @@ struct Fetch : Storage<FORMAT> {
       const uint8_t* const row = from.rows[k];
       const int bytes = there >> (lane / 8 + k * 4) & 1 ? 16 : 0;
 #pragma unroll
-      for (int line = 0; line < L::kNarrow / 128; ++line) copy16<FIRST>(to + line * 1024, row + line * 128, bytes);
+      for (int line = 0; line < L::kNarrow / 128; ++line)
+        copy16<FIRST, L::kPrefetch>(to + line * 1024, row + line * 128, bytes);
       if constexpr (L::kNarrow % 128 == 0) {
-        copy16<FIRST>(to + L::kWideAtGroup, row + L::kWideAt, bytes);
+        copy16<FIRST, L::kPrefetch>(to + L::kWideAtGroup, row + L::kWideAt, bytes);
       } else {
         // The wide part begins in the middle of 128 bytes, and ends so: a lane has its chunk lane % 8 ^ 4.
         constexpr int kLine = L::kNarrow / 128;
         static_assert(L::kNarrow % 128 == 64 && L::kWideAt == L::kNarrow, "a half line, and nothing behind it");
         const uint32_t wide = (to ^ 64) + L::kWideAtGroup;
-        copy16<FIRST>(lane % 8 < 4 ? to + kLine * 1024 : wide, row + kLine * 128, bytes);
-        if (lane % 8 < 4) copy16<FIRST>(wide, row + (kLine + 1) * 128, bytes);
+        copy16<FIRST, L::kPrefetch>(lane % 8 < 4 ? to + kLine * 1024 : wide, row + kLine * 128, bytes);
+        if (lane % 8 < 4) copy16<FIRST, L::kPrefetch>(wide, row + (kLine + 1) * 128, bytes);
       }
       to = (to ^ 64) + 512;  // rows 4 apart have chunks 4 apart
     }
@@ -61,7 +62,7 @@ struct Fetch : Storage<FORMAT> {
       const int r = lane % 8;
       const uint32_t at = base + L::kOfRows + (slot * 32 + warp % 4 * 8 + r) * 16;
       if constexpr (L::kHasFloatScales)
-        copy16<FIRST>(at, from.scales, there >> r & 1 ? 16 : 0);
+        copy16<FIRST, L::kPrefetch>(at, from.scales, there >> r & 1 ? 16 : 0);
       else
         copy8(at, from.scales, there >> r & 1 ? 8 : 0);
     }
