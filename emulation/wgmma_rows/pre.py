@@ -11,7 +11,7 @@ B={ # function name -> body
 'scaled_bf16':'{ return emu::scaled_bf16(x, power); }',
 'larger_magnitudes':'{ return emu::larger(x, y); }',
 'scaled_to_half':'{ return emu::scaled_to_half(x, power); }',
-'touch':'{}','clusters_at_once':'{ *found = 8; return cudaSuccess; }','configure':'{ return cudaSuccess; }','wait_for_previous':'{}','launch_kernel':'{ return emu::launch<KERNEL>(p, blocks, threads, shared_bytes, cluster); }',
+'touch':'{}','clusters_at_once':'{ return 8; }','configure':'{ return cudaSuccess; }','wait_for_previous':'{}','launch_kernel':'{ return emu::launch<KERNEL>(p, blocks, threads, shared_bytes, cluster); }',
 'launch_overlapping':'{ abort(); }',
 'barrier_init':'{ emu::bar_init(barrier, count); }','barrier_arrive':'{ emu::bar_arrive(barrier); }',
 'barrier_wait':'{ emu::bar_wait(barrier, parity); }','sync_threads':'{ emu::named(id, threads, false); }',
@@ -47,7 +47,7 @@ for f in files:
         if n not in B: continue
         # must be a definition: preceded by type
         pre=s[max(0,m.start()-60):m.start()]
-        if '__forceinline__' not in pre and 'cudaError_t ' not in pre: continue
+        if '__forceinline__' not in pre and 'cudaError_t ' not in pre and n != 'clusters_at_once': continue
         st=m.end()-1; e=body_end(s,st); body=s[st:e]
         if 'asm' not in body and n not in('launch_kernel','hold','product','clusters_at_once','configure'): continue
         b=B[n]
