@@ -52,6 +52,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -190,7 +191,7 @@ class Server(Running):
     def __enter__(self) -> Server:
         if self.healthy():
             stop(f"something serves at {self.url} already; end it, or give another --port.")
-        self.began, self.compiled_before = time.monotonic(), compiled()
+        self.compiled_before, self.began = compiled(), time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=self.env, start_new_session=True
@@ -244,12 +245,16 @@ def compiled() -> dict[str, tuple[str, float]]:
     folders = {
         "Triton": given("TRITON_CACHE_DIR", home / ".triton"),
         "TileLang": given("TILELANG_CACHE_DIR", home / ".tilelang"),
-        "DeepGEMM": given("DG_JIT_CACHE_DIR", vllm / "deep_gemm"),
-        "torch.compile": vllm / "torch_compile_cache", "FlashInfer": cache / "flashinfer",
+        "vLLM": vllm,  # of torch.compile and, unless it has a place of its own, DeepGEMM, which comes after it
+        "DeepGEMM": given("DG_JIT_CACHE_DIR", vllm / "deep_gemm"), "FlashInfer": cache / "flashinfer",
     }  # fmt: skip
-    files = ((library, file) for library, folder in folders.items() for file in Path(folder).rglob("*"))
-    return {"/".join(file.parts[-2:]): (library, file.stat().st_mtime) for library, file in files
-            if file.suffix in (".cubin", ".so")}  # fmt: skip
+    found = {}
+    for library, folder in folders.items():
+        for file in Path(folder).rglob("*"):
+            if file.suffix in (".cubin", ".so"):
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile by who writes it
+                    found["/".join(file.parts[-2:])] = library, file.stat().st_mtime
+    return found
 
 
 def costs(before: dict[str, tuple[str, float]]) -> dict[str, dict[str, float]]:
@@ -259,7 +264,7 @@ def costs(before: dict[str, tuple[str, float]]) -> dict[str, dict[str, float]]:
     """
     new = sorted((when, library) for name, (library, when) in compiled().items() if name not in before)
     found: dict[str, dict[str, float]] = {}
-    for (earlier, _), (when, library) in zip([*new[:1], *new], new, strict=False):
+    for (earlier, _), (when, library) in itertools.pairwise([*new[:1], *new]):
         of = found.setdefault(library, {"files": 0, "seconds": 0.0})
         of["files"], of["seconds"] = of["files"] + 1, round(of["seconds"] + when - earlier, 1)
     return found

@@ -67,8 +67,7 @@ def cases(formats: list[str], pools: inputs.Pools, stock: inputs.Stock) -> Itera
                     drawn = {top_k: phase.rows(model, tokens, top_k)}
                 case = inputs.Inputs(name, drawn[top_k], model, heads, pools, stock)
                 for rows in wanted:
-                    if rows != "512" or phase.kind == "prefill":
-                        yield rows, case
+                    yield rows, case
 
 
 def measure(

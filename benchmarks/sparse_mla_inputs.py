@@ -332,11 +332,13 @@ class Inputs:
         return self._over(rows, Stock(*calls), self.query, self.sinks, self.out)
 
     def flashmla(self, rows: str) -> Call | None:
-        """What vLLM calls for such rows; None where it needs a gather that is not there.
+        """What vLLM calls for such rows; None where it needs a gather that is not there, or has no such rows.
 
         For full-width rows, which vLLM does not have: decode on the same values as 584-byte rows, prefill on BF16
         rows that were gathered before. Of vLLM's own rows, a prefill's gather is counted.
         """
+        if rows == "512" and self.kind == "decode":
+            return None
         arguments = self.stock, self.padded, self.padded_sinks, self.padded_out
         if rows in ("576", "512") or (rows == "656" and (self.kind == "decode" or self.heads < 32)):
             return self._over(rows, *arguments)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -591,6 +592,7 @@ def test_caches_of_more_than_2_31_elements(device, fast_provider, rows, batch, h
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+SMALL_BATCHES = RESULTS / "small_batches_h200.txt"
 NAMES = {"584": "v4", "656": "v32", "576": "bf16", "512": "bf16"}
 
 
@@ -608,14 +610,21 @@ def test_only_what_was_measured_as_fast_is_served(gpu):
                     if [o[k] for k in same] == [r[k] for k in same] and o["heads"] == 16)  # fmt: skip
         assert not served or r["speedup"] >= 1, r
     assert {NAMES[r["rows"]] for r, served in said if served} == {"v4", "v32", "bf16"}
-    # A span ends at sizes that were measured, with as many heads as the line says.
+    # What is served for any number of tokens was measured with few and with many; a span ends at measured sizes.
     for rows, table in flash_mla._AS_FAST.items():
         for heads, spans in table.items():
             tokens = {r["tokens"] for r in results if NAMES[r["rows"]] == rows and r["heads"] == heads}
-            assert {first for first, _ in spans} <= tokens | {0}
-            assert {4096 if last is None else last for _, last in spans} <= tokens
-            assert min(tokens) == 1
+            assert {1, 512, 4096} <= tokens
+            assert all(first < last <= 512 for first, last in spans if last is not None)
+            assert {size for span in spans for size in span} <= tokens | {0, None}
     assert not flash_mla.serves("v4", 129, 1)
+
+
+def test_small_batches_that_were_measured_as_slower_are_not_served():
+    calls = re.findall(r"^(\d+) +(\d+) heads +(\d+) tokens .* best ([\d.]+)$", SMALL_BATCHES.read_text(), re.M)
+    assert len(calls) == 108
+    slower = [call for call in calls if float(call[3]) < 1]
+    assert slower and not [c for c in slower if flash_mla.serves(NAMES[c[0]], int(c[1]), int(c[2]))]
 
 
 @pytest.mark.parametrize("rows", ["v4", "v32", "bf16", "bf16-576"])

@@ -25,8 +25,8 @@ PROVIDERS = ("reference", "triton", "sm90")
 # Where the sm90 provider takes no longer than FlashMLA, which runs 64 or 128 heads
 # whatever the model has: {row format: {up to heads: ((from, to) tokens, ...)}}, None
 # for any number. Measured on an H200 and an H100 against FlashMLA of vLLM 0.22.1,
-# benchmarks/results/stock_rows_*.json; V4's prefill, over gathered BF16 rows of 512,
-# goes by V3.2's of 576.
+# benchmarks/results/stock_rows_*.json and small_batches_h200.txt; V4's prefill, over
+# gathered BF16 rows of 512, goes by V3.2's of 576.
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
     V4.name: {
