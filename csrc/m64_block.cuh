@@ -165,22 +165,6 @@ struct Item {
   }
 };
 
-// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
-__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
-  uint32_t r;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
-  return r;
-}
-// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
-// One after another, since with all products first registers are spilled.
-__device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
-  uint32_t r;
-  asm volatile(
-      "{.reg .b32 l, h; mul.rn.bf16x2 h, %1, %2; shl.b32 l, h, 16; and.b32 h, h, 0xFFFF0000;\n"
-      "cvt.rn.f16x2.f32 %0, h, l;}" : "=r"(r) : "r"(x), "r"(power));
-  return r;
-}
-
 // An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
 enum Kind { kEnd, kQ, kKeys };
 

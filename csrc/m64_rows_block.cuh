@@ -19,10 +19,8 @@ using m64::Kind;
 using m64::kKeys;
 using m64::kQ;
 using m64::kTileBytes;
-using m64::larger_magnitudes;
 using m64::map_heads;
 using m64::output_product;
-using m64::scaled_to_half;
 using m64::score_product;
 
 template <RowFormat FORMAT>
@@ -161,12 +159,6 @@ __device__ __forceinline__ uint32_t load_scale(const uint8_t* from, bool is_aske
   return x;
 }
 __device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x01010101u & ~x & 0x80808080u) != 0; }
-// BF16 times a power of two.
-__device__ __forceinline__ uint32_t scaled_bf16(uint32_t x, uint32_t power) {
-  uint32_t r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(power));
-  return r;
-}
 
 // What lies in shared memory. An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in
 // slot i % 2.

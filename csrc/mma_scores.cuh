@@ -27,12 +27,13 @@ __device__ __forceinline__ uint32_t scaled_half(uint32_t x, uint32_t by) {
 }
 
 // A warp of a group, and what it does with q and with keys.
-template <RowFormat FORMAT, int WARPS>
+template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Scores {
-  using S = Shape<FORMAT, WARPS>;
-  static constexpr int kKeysWarp = S::kKeys / WARPS, kKeyBlocks = kKeysWarp / 8;  // whose scores a warp computes
-  static constexpr int kRounds = (S::kPieces + WARPS - 1) / WARPS;                // of pieces of q
-  static constexpr bool kNarrowQ = S::kNarrow > 0;                                // q is scaled, and fp16
+  using S = Shape<FORMAT, BLOCK>;
+  static constexpr int kWarps = S::kWarps;
+  static constexpr int kKeysWarp = S::kKeysWarp, kKeyBlocks = kKeysWarp / 8;  // whose scores a warp computes
+  static constexpr int kRounds = (S::kPieces + kWarps - 1) / kWarps;          // of pieces of q
+  static constexpr bool kNarrowQ = S::kNarrow > 0;                            // q is scaled, and fp16
   using KeyScales = RowScales<S::kScales>;
 
   const RowParams& p;
@@ -48,9 +49,9 @@ struct Scores {
 
   __device__ __forceinline__ void sync() const { sync_threads(1 + group, S::kGroupThreads); }
 
-  // Of q, a piece is 64 dimensions. A warp brings every WARPS-th.
+  // Of q, a piece is 64 dimensions. A warp brings every kWarps-th.
   static __device__ __forceinline__ bool is_narrow(int piece) { return piece < S::kNarrow / 64; }
-  static __device__ __forceinline__ int slot(int piece) { return piece < 8 ? piece % WARPS : WARPS; }
+  static __device__ __forceinline__ int slot(int piece) { return piece < 8 ? piece % kWarps : kWarps; }
 
   __device__ __forceinline__ void load_q(int64_t token, int head0) {
     // What the end needs of memory is asked for now.
@@ -63,7 +64,7 @@ struct Scores {
     uint4 raw[kRounds][2][2];  // 16 values of rows g and g + 8: one run of 16, or two of 8 if wide
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int piece = warp + round * WARPS;
+      const int piece = warp + round * kWarps;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int head = head0 + g + h * 8;
@@ -101,7 +102,7 @@ struct Scores {
           }
           most = max(most, __shfl_xor_sync(~0u, most, 1));
           most = max(most, __shfl_xor_sync(~0u, most, 2));
-          if (t == 0 && warp + round * WARPS < S::kPieces) shared.largest_q[g + h * 8][warp + round * WARPS] = most;
+          if (t == 0 && warp + round * kWarps < S::kPieces) shared.largest_q[g + h * 8][warp + round * kWarps] = most;
         }
     sync();  // everybody has done with the last item's, too
     if (thread < kHeads) shared.sinks[thread] = for_end;
@@ -118,7 +119,7 @@ struct Scores {
     // four (wide: two) steps; the order of a sum over dimensions is free as long as q follows.
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int piece = warp + round * WARPS;
+      const int piece = warp + round * kWarps;
       uint32_t pairs[2][8];  // of a row
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -146,9 +147,9 @@ struct Scores {
               make_uint4(pairs[0][2 * u], pairs[1][2 * u], pairs[0][2 * u + 1], pairs[1][2 * u + 1]);
       sync();
 #pragma unroll
-      for (int i = 0; i < WARPS * 4; ++i)
-        if (round * WARPS * 4 + i < S::kHeldSteps) unpack(q[round * WARPS * 4 + i], shared.q[i][lane]);
-      if ((round + 1) * WARPS * 4 <= S::kHeldSteps && (round + 1) * WARPS < min(8, S::kPieces)) sync();
+      for (int i = 0; i < kWarps * 4; ++i)
+        if (round * kWarps * 4 + i < S::kHeldSteps) unpack(q[round * kWarps * 4 + i], shared.q[i][lane]);
+      if ((round + 1) * kWarps * 4 <= S::kHeldSteps && (round + 1) * kWarps < min(8, S::kPieces)) sync();
     }
     const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
 #pragma unroll

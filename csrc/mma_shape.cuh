@@ -9,29 +9,30 @@ namespace mla {
 namespace mma {
 
 constexpr int kHeads = 16;  // of an item: the M of mma.sync
-constexpr int kMaxSplits = 8;
 constexpr int kConsumerThreads = 256, kProducerThreads = 128, kThreads = kConsumerThreads + kProducerThreads;
 
-template <RowFormat FORMAT, int WARPS>
+template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Shape : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
-  static constexpr int kConsumerGroups = kConsumerThreads / 32 / WARPS;
-  static constexpr int kGroupThreads = WARPS * 32;
+  static constexpr int kWarps = BLOCK == MmaBlock::kPaired || BLOCK == MmaBlock::kShared ? 4 : 8;  // of a group
+  static constexpr int kConsumerGroups = kConsumerThreads / 32 / kWarps;
+  static constexpr int kGroupThreads = kWarps * 32;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
-  static constexpr int kKeys = WARPS * (R::kNarrow ? 16 : 8);                     // of a stage
+  static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
+  static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   static constexpr int kStages = R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;   // as many as fit
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
-  static constexpr int kHeldSteps = WARPS == 4 ? 16 : 32;     // whose q is in registers; the rest is in shared memory
-  static constexpr int kQSlots = WARPS + (kPieces > 8 ? 1 : 0);
+  static constexpr int kHeldSteps = kWarps == 4 ? 16 : 32;     // whose q is in registers; the rest is in shared memory
+  static constexpr int kQSlots = kWarps + (kPieces > 8 ? 1 : 0);
   // In P V a warp has 64 or 128 dimensions of all keys, in runs that have one scale.
-  static constexpr int kDimsWarp = kDim / WARPS;
-  static constexpr int kRun = WARPS == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
+  static constexpr int kDimsWarp = kDim / kWarps;
+  static constexpr int kRun = kWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
   static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
   static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
   // Of the 168 that 384 threads begin with.
-  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && WARPS == 4 ? 56 : 40;
+  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && kWarps == 4 ? 56 : 40;
   static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
   static_assert(kProducerThreads * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= kThreads * 168,
                 "or else the warps that take registers wait for ever");
@@ -74,7 +75,7 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[S::kConsumerGroups == 1 ? kMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
+  float stats[S::kConsumerGroups == 1 ? kMmaMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
   int turns[kMostTurns];                                             // of the block; only in its first group's
 };
 

@@ -7,9 +7,9 @@ namespace mla {
 namespace mma {
 
 // The same warp, and what it does with weights and values.
-template <RowFormat FORMAT, int WARPS>
-struct Values : Scores<FORMAT, WARPS> {
-  using Base = Scores<FORMAT, WARPS>;
+template <RowFormat FORMAT, MmaBlock BLOCK>
+struct Values : Scores<FORMAT, BLOCK> {
+  using Base = Scores<FORMAT, BLOCK>;
   using Base::shared, Base::warp, Base::lane, Base::g, Base::t, Base::sync, Base::Base;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks;
@@ -69,7 +69,7 @@ struct Values : Scores<FORMAT, WARPS> {
     for (int h = 0; h < 2; ++h) {
       float now = maximum[h];
 #pragma unroll
-      for (int i = 0; i < WARPS / 4; ++i) {
+      for (int i = 0; i < S::kWarps / 4; ++i) {
         const float4 v = reinterpret_cast<const float4*>(shared.row_max[g + h * 8])[i];
         now = fmaxf(now, fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)));
       }

@@ -47,6 +47,8 @@ struct RowLayout : Rows<FORMAT> {
   static constexpr bool kHasWideValues = R::kNarrow < kDim;      // and these are the last of the 512
   static constexpr int kGroups = kIsScaled ? R::kNarrow / R::kGroup : 0;
   static constexpr int kScaleBytes = R::kScales == Scales::kUe8m0 ? 8 : R::kScales == Scales::kFloat ? 16 : 0;
+  // Packed rows do not begin where lines of 128 bytes do, of which whole ones would be read for the ends of a row.
+  static constexpr int kPrefetch = kIsScaled ? 64 : 128;
   // In global memory, where float scales lie between the parts.
   static constexpr int kWideAt = R::kNarrow + (R::kScales == Scales::kFloat ? kScaleBytes : 0);
   // In shared memory both parts are lines of 128 bytes, of which the last of the narrow part may be half empty.

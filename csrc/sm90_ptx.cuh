@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "sparse_mla_sm90.h"
@@ -27,14 +28,23 @@ __device__ __forceinline__ uint64_t evict_first() {
   return policy;
 }
 // Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read leaves the L2 cache
-// first.
-template <bool FIRST>
+// first. So many bytes around it come into that cache.
+template <bool FIRST, int PREFETCH = 128>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
-  if constexpr (FIRST)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(bytes), "l"(evict_first()) : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#define MLA_COPY16(size)                                                                                         \
+  if constexpr (FIRST)                                                                                           \
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::" size " [%0], [%1], 16, %2, %3;" ::"r"(to),      \
+                 "l"(from), "r"(bytes), "l"(evict_first()) : "memory");                                          \
+  else                                                                                                           \
+    asm volatile("cp.async.cg.shared.global.L2::" size " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)   \
+                 : "memory")
+  if constexpr (PREFETCH == 64) {
+    MLA_COPY16("64B");
+  } else {
+    static_assert(PREFETCH == 128, "");
+    MLA_COPY16("128B");
+  }
+#undef MLA_COPY16
 }
 // The same of 8 bytes.
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {
@@ -95,6 +105,27 @@ __device__ __forceinline__ uint32_t rest_bf16(float x, float y, uint32_t packed)
   const float2 back = unpack_bf16(packed);
   return pack_bf16(x - back.x, y - back.y);
 }
+// BF16 times a power of two.
+__device__ __forceinline__ uint32_t scaled_bf16(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
+// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
+__device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
+  uint32_t r;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+  return r;
+}
+// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
+// One after another, since with all products first registers are spilled.
+__device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
+  uint32_t r;
+  asm volatile(
+      "{.reg .b32 l, h; mul.rn.bf16x2 h, %1, %2; shl.b32 l, h, 16; and.b32 h, h, 0xFFFF0000;\n"
+      "cvt.rn.f16x2.f32 %0, h, l;}" : "=r"(r) : "r"(x), "r"(power));
+  return r;
+}
 
 template <int N>
 __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from) {
@@ -135,14 +166,46 @@ struct InItems : Call {
         items(call.tokens * head_blocks * splits) {}
 };
 
+// At every launch: each GPU of a process has its own.
+template <auto KERNEL>
+cudaError_t configure(int shared_bytes, int cluster) {
+  const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  constexpr int kPortable = 8;
+  if (error != cudaSuccess || cluster <= kPortable) return error;
+  return cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// How many clusters of `size` such blocks the GPU, `device`, holds at once, 0 if none: asked of the driver once.
+template <auto KERNEL>
+int clusters_at_once(int threads, int shared_bytes, int size, int device) {
+  constexpr int kDevices = 64, kSizes = 17;
+  static std::atomic<int> known[kDevices][kSizes];  // and 1 more, or 0 before it is asked
+  const bool is_kept = device < kDevices && size < kSizes;
+  int found = is_kept ? known[device][size].load(std::memory_order_relaxed) - 1 : -1;
+  if (found >= 0) return found;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(size));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (configure<KERNEL>(shared_bytes, size) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&found, KERNEL, &config) != cudaSuccess) {
+    cudaGetLastError();  // smaller clusters do
+    found = 0;
+  }
+  if (is_kept) known[device][size].store(found + 1, std::memory_order_relaxed);
+  return found;
+}
+
 // Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
 cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster,
                           cudaStream_t stream) {
-  // At every launch: each GPU of a process has its own.
-  const cudaError_t configured =
-      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (configured != cudaSuccess) return configured;
+  if (const cudaError_t error = configure<KERNEL>(shared_bytes, cluster)) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -78,7 +78,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         if constexpr (S::kScales == Scales::kUe8m0)
           copy8(to, row.page + pool.page.value * (S::kNarrow + 2 * S::kWide) + row.in_page * 8, row.exists ? 8 : 0);
         else if constexpr (S::kScales == Scales::kFloat)
-          copy16<FIRST>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
+          copy16<FIRST, S::kPrefetch>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
       }
       const uint32_t to = smem_address(shared.rows[stage]);
 #pragma unroll
@@ -88,8 +88,8 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         for (int line = 0; line < S::kLines; ++line) {
           const typename S::Chunk c = S::chunk(line, chunk);
           if (c.exists)
-            copy16<FIRST>(to + S::chunk_at(row8, to_row, c.line, c.at),
-                          reinterpret_cast<const uint8_t*>(rows[i]) + c.from, bytes);
+            copy16<FIRST, S::kPrefetch>(to + S::chunk_at(row8, to_row, c.line, c.at),
+                                        reinterpret_cast<const uint8_t*>(rows[i]) + c.from, bytes);
         }
       }
       barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there
@@ -101,9 +101,9 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 
 // ---------------------------------------------------------------- consumers
 
-template <RowFormat FORMAT, int WARPS>
-struct Consumer : Values<FORMAT, WARPS> {
-  using Base = Values<FORMAT, WARPS>;
+template <RowFormat FORMAT, MmaBlock BLOCK>
+struct Consumer : Values<FORMAT, BLOCK> {
+  using Base = Values<FORMAT, BLOCK>;
   using Base::p, Base::shared, Base::warp, Base::lane, Base::group, Base::g, Base::t, Base::thread, Base::sync;
   using Base::acc, Base::maximum, Base::sum, Base::largest, Base::scale, Base::Base, Base::load_q, Base::prefetch_q;
   using Base::scores, Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values;
@@ -175,10 +175,10 @@ struct Consumer : Values<FORMAT, WARPS> {
     for (int h = 0; h < 2; ++h) {
       sum[h] = 0.f;
 #pragma unroll
-      for (int i = 0; i < WARPS; ++i) sum[h] += shared.row_max[g + h * 8][i];
+      for (int i = 0; i < S::kWarps; ++i) sum[h] += shared.row_max[g + h * 8][i];
       if (p.max_logits)
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) largest[h] = fmaxf(largest[h], shared.row_largest[g + h * 8][i]);
+        for (int i = 0; i < S::kWarps; ++i) largest[h] = fmaxf(largest[h], shared.row_largest[g + h * 8][i]);
     }
   }
 
@@ -211,6 +211,42 @@ struct Consumer : Values<FORMAT, WARPS> {
           *reinterpret_cast<uint4*>(to + S::first_dim(warp, t, i, eight)) =
               make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
+    }
+  }
+
+  // Two groups have half of an item's keys each, and the same heads and dimensions in each thread: the second tells the
+  // first what it has, through its ring, which nobody reads any more.
+  __device__ __forceinline__ void merge_halves() {
+    SharedStorage<S>& second = group ? shared : (&shared)[1];
+    static_assert(kHeads * kDim * sizeof(float) <= sizeof(second.rows), "outputs must fit the ring");
+    float4* const theirs = reinterpret_cast<float4*>(second.rows) + thread;
+    if (group) {
+#pragma unroll
+      for (int j = 0; j < kDimBlocks; ++j)
+        theirs[j * S::kGroupThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (warp == 0 && t == 0)
+          shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
+          shared.row_stat[2][g + h * 8] = largest[h];
+    }
+    sync_threads(3, kConsumerThreads);
+    if (group) return;
+    float mine[2], other[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float their_maximum = second.row_stat[0][g + h * 8], most = fmaxf(maximum[h], their_maximum);
+      const float shift = most == -INFINITY ? 0.f : most;
+      mine[h] = exp2_fast(maximum[h] - shift), other[h] = exp2_fast(their_maximum - shift);
+      maximum[h] = most;
+      sum[h] = mine[h] * sum[h] + other[h] * second.row_stat[1][g + h * 8];
+      largest[h] = fmaxf(largest[h], second.row_stat[2][g + h * 8]);
+    }
+#pragma unroll
+    for (int j = 0; j < kDimBlocks; ++j) {
+      const float4 x = theirs[j * S::kGroupThreads];
+      acc[j][0] = mine[0] * acc[j][0] + other[0] * x.x, acc[j][1] = mine[0] * acc[j][1] + other[0] * x.y;
+      acc[j][2] = mine[1] * acc[j][2] + other[1] * x.z, acc[j][3] = mine[1] * acc[j][3] + other[1] * x.w;
     }
   }
 
@@ -262,32 +298,35 @@ struct Consumer : Values<FORMAT, WARPS> {
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const int runs = min(kHeads, p.heads - head0) * kRuns;
     for (int i = split * S::kGroupThreads + thread; i < runs; i += p.splits * S::kGroupThreads) {
-      uint4 raw[kMaxSplits];
-#pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r)
-        if (r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r));
       const int row = i / kRuns, head = head0 + row;
       const float sink = shared.sinks[row];
       float shift = sink;
-#pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r)
-        if (r < p.splits) shift = fmaxf(shift, shared.stats[r][0][row]);
+#pragma unroll 4
+      for (int r = 0; r < p.splits; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
       if (shift == -INFINITY) shift = 0.f;
       float total = exp2_fast(sink - shift), value[kRun16] = {};
+      // Eight at a time: registers hold no more.
+      for (int r0 = 0; r0 < p.splits; r0 += 8) {
+        uint4 raw[8];
 #pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r) {
-        if (r >= p.splits) break;
-        const float weight = exp2_fast(shared.stats[r][0][row] - shift), share = weight * shared.stats[r][1][row];
-        total += share;
-        uint32_t w[4];
-        unpack(w, raw[r]);
+        for (int r = 0; r < 8; ++r)
+          if (r0 + r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kHalf) {
-            const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
-            value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
-          } else {
-            value[j] += weight * __uint_as_float(w[j]);
+        for (int r = 0; r < 8; ++r) {
+          if (r0 + r >= p.splits) break;
+          const float weight = exp2_fast(shared.stats[r0 + r][0][row] - shift);
+          const float share = weight * shared.stats[r0 + r][1][row];
+          total += share;
+          uint32_t w[4];
+          unpack(w, raw[r]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kHalf) {
+              const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
+              value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
+            } else {
+              value[j] += weight * __uint_as_float(w[j]);
+            }
           }
         }
       }
@@ -325,7 +364,8 @@ struct Consumer : Values<FORMAT, WARPS> {
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
-      if (S::kConsumerGroups > 1 || p.splits == 1)
+      if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
+      if (BLOCK == MmaBlock::kShared ? group == 0 : S::kConsumerGroups > 1 || p.splits == 1)
         write_outputs(token, head0);
       else if constexpr (S::kConsumerGroups == 1)
         merge(item, token, head0);
@@ -333,10 +373,17 @@ struct Consumer : Values<FORMAT, WARPS> {
   }
 };
 
-template <RowFormat FORMAT, int WARPS>
+// Of the one item of a block, each group has half of the keys.
+struct Halves {
+  int items, group;
+
+  __device__ __forceinline__ int operator[](int turn) const { return turn == 0 ? 2 * blockIdx.x + group : items; }
+};
+
+template <RowFormat FORMAT, MmaBlock BLOCK>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __grid_constant__ RowParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
-  using S = Shape<FORMAT, WARPS>;
+  using S = Shape<FORMAT, BLOCK>;
   extern __shared__ __align__(128) uint8_t smem[];
   SharedStorage<S>* const groups = reinterpret_cast<SharedStorage<S>*>(smem);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
@@ -355,13 +402,15 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
   // time.
   const auto order = [&](int group) {
-    if constexpr (S::kConsumerGroups > 1)
+    if constexpr (BLOCK == MmaBlock::kShared)
+      return Halves{p.items, group};
+    else if constexpr (S::kConsumerGroups > 1)
       return Turns(groups[0].turns, p.items, group, S::kConsumerGroups);
     else
       return InOrder();
   };
   bool is_sorted = false;
-  if constexpr (S::kConsumerGroups > 1) {
+  if constexpr (BLOCK == MmaBlock::kPaired) {
     const Turns turns = order(0);
     is_sorted = turns.is_sorted;
     if (is_sorted) {
@@ -388,41 +437,64 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   } else {
     take_registers<S::kConsumerRegisters>();
     wait_for_previous();
-    const int group = S::kConsumerGroups > 1 ? warp / WARPS : 0;
-    Consumer<FORMAT, WARPS> consumer(p, groups[group], warp % WARPS, lane, group);
+    const int group = S::kConsumerGroups > 1 ? warp / S::kWarps : 0;
+    Consumer<FORMAT, BLOCK> consumer(p, groups[group], warp % S::kWarps, lane, group);
     consumer.consume(order(group));
   }
 #endif
 }
 
-template <RowFormat FORMAT, int WARPS>
-cudaError_t launch(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
-  using S = Shape<FORMAT, WARPS>;
-  constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>);
+template <RowFormat FORMAT, MmaBlock BLOCK>
+struct Launch {
+  static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, BLOCK>;
+  using S = Shape<FORMAT, BLOCK>;
+  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
-  const RowParams p(call, kHeads, splits);
-  const int blocks = splits > 1 ? p.items : min(p.items, sms);
-  return launch_kernel<sparse_mla_mma_kernel<FORMAT, WARPS>>(p, blocks, kThreads, kSharedBytes, splits, stream);
+
+  static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
+    const RowParams p(call, kHeads, splits);
+    if (BLOCK == MmaBlock::kShared) return launch_kernel<kKernel>(p, p.items / 2, kThreads, kSharedBytes, 1, stream);
+    const int blocks = splits > 1 ? p.items : min(p.items, sms);
+    return launch_kernel<kKernel>(p, blocks, kThreads, kSharedBytes, splits, stream);
+  }
+  static int clusters(int size, int device) {
+    return clusters_at_once<kKernel>(kThreads, kSharedBytes, size, device);
+  }
+};
+
+// Calls `with` with the Launch of a kernel.
+template <typename With>
+cudaError_t choose(RowFormat format, MmaBlock block, const With& with) {
+  const auto of = [&](auto constant) {
+    constexpr RowFormat kFormat = decltype(constant)::value;
+    if constexpr (Rows<kFormat>::kNarrow > 0) {
+      if (block == MmaBlock::kPaired) return with(Launch<kFormat, MmaBlock::kPaired>());
+      if (block == MmaBlock::kShared) return with(Launch<kFormat, MmaBlock::kShared>());
+    }
+    if constexpr (kFormat == RowFormat::kV4)
+      if (block == MmaBlock::kHalf) return with(Launch<kFormat, MmaBlock::kHalf>());
+    return with(Launch<kFormat, MmaBlock::kWhole>());
+  };
+  switch (format) {
+    case RowFormat::kE4M3: return of(std::integral_constant<RowFormat, RowFormat::kE4M3>());
+    case RowFormat::kBf16: return of(std::integral_constant<RowFormat, RowFormat::kBf16>());
+    case RowFormat::kV4: return of(std::integral_constant<RowFormat, RowFormat::kV4>());
+    case RowFormat::kV32: return of(std::integral_constant<RowFormat, RowFormat::kV32>());
+    case RowFormat::kBf576: return of(std::integral_constant<RowFormat, RowFormat::kBf576>());
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace mma
 
-cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream) {
-  using mma::launch;
-  switch (call.format) {
-    case RowFormat::kE4M3:
-      return paired ? launch<RowFormat::kE4M3, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kE4M3, 8>(call, splits, sms, stream);
-    case RowFormat::kV4:
-      return paired ? launch<RowFormat::kV4, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kV4, 8>(call, splits, sms, stream);
-    case RowFormat::kV32:
-      return paired ? launch<RowFormat::kV32, 4>(call, splits, sms, stream)
-                    : launch<RowFormat::kV32, 8>(call, splits, sms, stream);
-    case RowFormat::kBf16: return launch<RowFormat::kBf16, 8>(call, splits, sms, stream);
-    case RowFormat::kBf576: return launch<RowFormat::kBf576, 8>(call, splits, sms, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream) {
+  return mma::choose(call.format, block, [&](auto of) { return of.run(call, splits, sms, stream); });
+}
+
+int mma_clusters(RowFormat format, MmaBlock block, int size, int device) {
+  int found = 0;
+  mma::choose(format, block, [&](auto of) { return found = of.clusters(size, device), cudaSuccess; });
+  return found;
 }
 
 }  // namespace mla

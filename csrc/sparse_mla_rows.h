@@ -1,5 +1,5 @@
-// Sparse MLA over rows as vLLM's caches hold them, behind FlashMLA's two calls: sparse_mla_mma.cu and
-// sparse_mla_m64_rows.cu. Free of torch.
+// Sparse MLA over rows as vLLM's caches hold them, behind FlashMLA's two calls: sparse_mla_mma.cu,
+// sparse_mla_wgmma_rows.cu and sparse_mla_m64_rows.cu. Free of torch.
 #pragma once
 
 #include "sparse_mla_sm90.h"
@@ -54,9 +54,28 @@ cudaError_t sparse_mla_rows_workspace(const SparseMlaRows& call, int64_t* bytes)
 // Limits: 1 to 128 heads, tokens below 2^24. Sets `keep_outputs`.
 cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 
-// 16 heads an item; `paired` (not of BF16 rows; one split) for two items at a time on an SM; 1 to 8 blocks share a
-// token's keys.
-cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, bool paired, int splits, int sms, cudaStream_t stream);
+// What a block of the mma.sync kernel, 16 heads an item, takes at a time. Over BF16 rows there is kWhole alone.
+enum class MmaBlock {
+  kWhole,   // 128 keys of an item (BF16 rows: 64)
+  kHalf,    // 64; kV4 alone
+  kPaired,  // 64 each of two items
+  kShared,  // 64 of each half of an item's keys
+};
+constexpr int kMmaMaxSplits = 16;
+
+// So many blocks share a token's keys, as a cluster. With kPaired 1; with kShared 2, which are the halves of a block,
+// and no more blocks than SMs.
+cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
+
+// How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none. Likewise below.
+int mma_clusters(RowFormat format, MmaBlock block, int size, int device);
+
+constexpr int kWgmmaRowsMaxSplits = 8;
+
+// 32 heads an item, heads on N, of kV4 and kV32; one block an SM, or several share a token's keys as a cluster. Of
+// calls whose sources have no offsets, whose scales are not in memory, and that do not ask for the largest score.
+cudaError_t launch_sparse_mla_wgmma_rows(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream);
+int wgmma_rows_clusters(RowFormat format, int size, int device);
 
 // Items (a token and 64 of its heads) as the kernel with 64 heads on M takes them: the first `whole`, and of each of
 // the others' keys so many parts, which the workspace holds.

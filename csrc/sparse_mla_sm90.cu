@@ -1,4 +1,4 @@
-// Which of the three Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
+// Which of the Hopper kernels serves a call, and how it is divided: docs/sm90-sparse-mla.md.
 
 #include <algorithm>
 
@@ -11,10 +11,10 @@ int divide(int x, int by) { return (x + by - 1) / by; }
 
 // What the choice depends on, besides the call.
 struct Gpu {
-  int sms = 0, l2_bytes = 0;
+  int device = 0, sms = 0, l2_bytes = 0;
 
   cudaError_t ask() {
-    int device = 0, major = 0;
+    int major = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
@@ -49,12 +49,59 @@ SparseMlaRows as_rows(const SparseMla& call) {
   return rows;
 }
 
-// How many blocks share a token's keys in the mma.sync kernel: as many as have a tile each and find an SM at the same
-// time. Larger clusters do not: some groups of SMs are a few short of 16, so about a quarter is left out.
-int mma_splits(int blocks, int tiles, int sms) {
-  const int splits = std::min({8, tiles, sms * 3 / 4 / blocks});
-  if (splits > 1) return splits;
-  return 2 * blocks <= sms && tiles > 1 ? 2 : 1;
+// How many blocks share a token's keys as a cluster, up to `most`: as many as find SMs at the same time, of which the
+// driver knows (`held` says how many clusters of a size), and have fewer tiles each than with one block less.
+template <typename Held>
+int cluster_splits(int blocks, int tiles, int most, int sms, const Held& held) {
+  for (int splits = std::min({tiles, most, sms / blocks}); splits > 1; --splits)
+    if (divide(tiles, splits) < divide(tiles, splits - 1) && held(splits) >= blocks) return splits;
+  return 1;
+}
+
+// What a block of the mma.sync kernel takes at a time, and how many share a token's keys.
+struct MmaDivision {
+  MmaBlock block = MmaBlock::kWhole;
+  int splits = 1;
+
+  // Of `columns` keys for each of so many blocks of heads.
+  MmaDivision(RowFormat format, int blocks, int columns, const Gpu& gpu) {
+    const bool is_wide = format == RowFormat::kBf16 || format == RowFormat::kBf576;
+    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split among SMs; or
+    // the halves of one.
+    if (!is_wide && 2 * blocks > gpu.sms) {
+      block = blocks > gpu.sms ? MmaBlock::kPaired : MmaBlock::kShared;
+      splits = blocks > gpu.sms ? 1 : 2;
+      return;
+    }
+    // 584-byte rows come in small tiles where a block has no more than two of these.
+    const bool is_v4 = format == RowFormat::kV4;
+    const auto block_of = [&](int splits) {
+      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
+    };
+    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
+    splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
+      return mma_clusters(format, block_of(splits), splits, gpu.device);
+    });
+    block = block_of(splits);
+  }
+};
+
+int tiles_of(const SparseMlaRows& call) {
+  return std::max(1, divide(call.sources[0].width + call.sources[1].width, 64));
+}
+
+// Whether the kernel with heads on N over packed rows serves a call. Measured: docs/sm90-sparse-mla.md.
+bool has_heads_on_n(const SparseMlaRows& call, int sms) {
+  const bool is_v4 = call.format == RowFormat::kV4;
+  if ((!is_v4 && call.format != RowFormat::kV32) || call.heads <= 16 || call.max_logits) return false;
+  const int tiles = tiles_of(call), blocks = call.tokens * divide(call.heads, 32);
+  if (11 * blocks < sms && blocks * tiles < 256) return false;  // so little that 16 heads an item are faster
+  // Or one item an SM, whose halves share its keys.
+  const int items16 = call.tokens * divide(call.heads, 16);
+  if (is_v4 && items16 <= sms && 2 * items16 > sms) return false;
+  if (call.heads <= 32) return true;
+  // Two blocks a token read its rows twice: only where 64 heads on M have too little to do.
+  return blocks <= sms && (tiles < 16 || call.tokens * divide(call.heads, 64) * tiles < 400);
 }
 
 // Items beyond those that fill all SMs some times leave SMs idle, so their keys are divided, into as many parts as take
@@ -77,19 +124,24 @@ struct M64Choice {
   M64Division division;
 
   M64Choice(const SparseMlaRows& call, int sms) : is_it(false), division{} {
-    const int tiles = divide(call.sources[0].width + call.sources[1].width, 64);
-    const int items = call.tokens * divide(call.heads, 64);
+    const int tiles = tiles_of(call), items = call.tokens * divide(call.heads, 64);
     const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
     // It takes packed rows without the largest score, which no call over them asks for.
     if (call.format == RowFormat::kE4M3 || (!is_wide && call.max_logits)) return;
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
-    const bool is_half = call.heads <= 32;
-    const int most = call.format == RowFormat::kV4 && (tiles < 10 || is_half) ? sms / 2 : sms / 4;
-    const int least = is_half ? 400 : 200;
-    is_it = call.heads > 16 && (items > most || (tiles >= 16 && items * tiles >= least));
+    const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
+    const int least = call.heads <= 32 ? 400 : 200;
+    is_it = call.heads > (is_wide ? 16 : 32) && !has_heads_on_n(call, sms) &&
+            (items > most || (tiles >= 16 && items * tiles >= least));
     division = m64_division(items, tiles, sms);
   }
 };
+
+cudaError_t run_mma(const SparseMlaRows& call, const Gpu& gpu, cudaStream_t stream) {
+  const int columns = call.sources[0].width + call.sources[1].width;
+  const MmaDivision division(call.format, call.tokens * divide(call.heads, 16), columns, gpu);
+  return launch_sparse_mla_mma(call, division.block, division.splits, gpu.sms, stream);
+}
 
 }  // namespace
 
@@ -101,15 +153,10 @@ cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream) {
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
   // Blocks of the grid if a block takes so many heads.
   const auto blocks = [&](int heads) { return call.tokens * divide(call.heads, heads); };
-  const int key_bytes = call.rows_are_fp8 ? 512 : 1024, mma_tile = (64 << 10) / key_bytes;
 
   const bool few_heads = call.heads <= 16 && (call.rows_are_fp8 || blocks(16) < sms / 2);
   if (few_heads || blocks(16) * (call.rows_are_fp8 ? 4 : 8) <= sms) {
-    // Two items at a time on an SM, one computing while the other waits, as soon as keys are not split: with fewer
-    // items than SMs too, since a tile of half the keys is there sooner.
-    const bool paired = call.rows_are_fp8 && 2 * blocks(16) > sms;
-    const int splits = paired ? 1 : mma_splits(blocks(16), divide(call.width, mma_tile), sms);
-    return launch_sparse_mla_mma(as_rows(call), paired, splits, sms, stream);
+    return run_mma(as_rows(call), gpu, stream);
   }
   if (call.heads <= 16) return launch_sparse_mla_wgmma(call, 16, false, sms, stream);
   for (const int heads : {16, 32})
@@ -135,13 +182,16 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream) {
   Gpu gpu;
   if (const cudaError_t error = gpu.ask(); error != cudaSuccess) return error;
   call.keep_outputs = gpu.keeps_outputs(call.tokens, call.heads);
+  if (has_heads_on_n(call, gpu.sms)) {
+    const int blocks = call.tokens * divide(call.heads, 32);
+    const int splits = cluster_splits(blocks, tiles_of(call), kWgmmaRowsMaxSplits, gpu.sms, [&](int splits) {
+      return wgmma_rows_clusters(call.format, splits, gpu.device);
+    });
+    return launch_sparse_mla_wgmma_rows(call, splits, gpu.sms, stream);
+  }
   if (const M64Choice m64(call, gpu.sms); m64.is_it)
     return launch_sparse_mla_m64_rows(call, m64.division, gpu.sms, stream);
-  const bool is_wide = call.format == RowFormat::kBf16 || call.format == RowFormat::kBf576;
-  const int blocks = call.tokens * divide(call.heads, 16), tile = is_wide ? 64 : 128;
-  const bool paired = !is_wide && 2 * blocks > gpu.sms;
-  const int tiles = divide(call.sources[0].width + call.sources[1].width, tile);
-  return launch_sparse_mla_mma(call, paired, paired ? 1 : mma_splits(blocks, tiles, gpu.sms), gpu.sms, stream);
+  return run_mma(call, gpu, stream);
 }
 
 }  // namespace mla

@@ -364,7 +364,7 @@ def test_callers_of_the_release(applied, ops):
     assert any(name.startswith("nvidia/flashmla") or "deepseek_v4_attention" in name for name in found)
 
 
-@pytest.mark.parametrize("rows", ["v4", "v32", "bf16"])
+@pytest.mark.parametrize("rows", ["v4", "v41", "v32", "bf16"])
 def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
     assert [drop_in.padded_heads(heads, 64, rows) for heads in (1, 4, 8, 12, 16)] == [8, 8, 8, 16, 16]
     assert drop_in._narrow  # so that a call which is not served is padded for FlashMLA
@@ -377,16 +377,16 @@ def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
 
 
 def test_a_layer_is_as_wide_as_all_its_calls_want(hopper, monkeypatch):
-    """V4 prefills over BF16 rows."""
+    """V4.1 prefills over BF16 rows, V4 over its own."""
     always = ((0, None),)
     fast = {"v4": {32: always}, "v32": {32: always}, "bf16": {16: always, 32: ((0, 9),)}}
     monkeypatch.setattr(flash_mla, "_AS_FAST", fast)
-    assert [drop_in.padded_heads(32, 64, rows) for rows in ("v4", "v32", "bf16")] == [64, 32, 64]
-    assert drop_in.padded_heads(16, 64) == 16
+    assert [drop_in.padded_heads(32, 64, rows) for rows in ("v4", "v41", "v32", "bf16")] == [32, 64, 32, 64]
+    assert drop_in.padded_heads(16, 64, "v41") == 16
 
 
 @pytest.mark.parametrize("stock_heads", [64, 128])
-@pytest.mark.parametrize("rows", ["v4", "v32", "bf16"])
+@pytest.mark.parametrize("rows", ["v4", "v41", "v32", "bf16"])
 def test_a_layer_that_is_narrow_is_served_whatever_comes(rows, stock_heads, hopper):
     for heads in range(1, 129):
         width = drop_in.padded_heads(heads, stock_heads, rows)

@@ -241,7 +241,7 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, served, monkeypatch
 
 @pytest.mark.parametrize("why", ["off", "heads", "window", "image", "refused", "another GPU", "slower"])
 def test_vllm_goes_on_where_rows_are_not_read_in_place(why, served, monkeypatch):
-    heads = 32 if why == "heads" else 16
+    heads = 64 if why == "heads" else 16
     step = Step(monkeypatch, 4, FEW, heads)
     wanted = gathered(step)
     if why == "off":
@@ -268,8 +268,9 @@ def refuse(*_):
     raise ValueError("too many rows")
 
 
-def test_sixteen_heads_are_read_in_place(served, monkeypatch):
-    step = Step(monkeypatch, 4, FEW, 16)
+@pytest.mark.parametrize("heads", [16, 32])
+def test_more_heads_are_read_in_place(heads, served, monkeypatch):
+    step = Step(monkeypatch, 4, FEW, heads)
     found, calls = step.run()
     assert not calls
     assert_close(found, gathered(step))

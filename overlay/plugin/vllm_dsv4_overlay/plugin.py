@@ -242,9 +242,10 @@ def pad_v4(module: ModuleType) -> None:
     name = "DeepseekV4FlashMLAAttention"  # from 0.23.0 on
     cls = getattr(module, name, None) or module.DeepseekV4FlashMLASparseImpl
     stock = cls.get_padded_num_q_heads.__func__
+    rows = "v41" if "deepseek_v41" in module.__name__ else "v4"
 
     def get_padded_num_q_heads(cls: type, num_heads: int) -> int:
-        return drop_in.padded_heads(num_heads, stock(cls, num_heads))
+        return drop_in.padded_heads(num_heads, stock(cls, num_heads), rows)
 
     cls.get_padded_num_q_heads = classmethod(get_padded_num_q_heads)
 

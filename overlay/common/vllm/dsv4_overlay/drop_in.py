@@ -30,18 +30,25 @@ _WIDTHS_FOUND = "dsv4_drop_in_widths"
 _SCALES, _FP8_EXPERTS = "dsv4_scales", "dsv4_fp8_experts"
 _OPTIONS = (SETTING, _SCALES, _FP8_EXPERTS)
 _PROVIDER = "sm90"
-# The rows under the calls of a layer, by those of its cache: V4 decodes over 584-byte
-# rows and prefills over BF16; V3.2 pads either call by itself.
-_ROWS_OF_CALLS = {"v4": ("v4", "bf16"), "v32": ("v32",), "bf16": ("bf16",)}
+# The rows under the calls of a layer, by those of its cache: V4.1 decodes over 584-byte
+# rows and prefills over BF16, V4 only where `prefill` declines; V3.2 pads either call
+# by itself.
+_ROWS_OF_CALLS = {
+    "v4": ("v4",),
+    "v41": ("v4", "bf16"),
+    "v32": ("v32",),
+    "bf16": ("bf16",),
+}
 # vLLM's fused insert of V4 writes a query of 8, 16, 32, 64 or 128 heads.
 _WIDTHS = (8, 16, 32)
 _CHECKED_HEADS = (8, 32, 128)
 _CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
 _MARK = "_dsv4_drop_in"
 # Up to so many heads of q, `prefill` takes no longer than gathering rows, widening them
-# to BF16 and attention over those: measured on an H200 as 1.4 to 1.6 times as fast with
-# 8 and 16, and 0.8 to 0.9 times with 32 (benchmarks/results/stock_rows_h200.json).
-_PREFILL_HEADS = 16
+# to BF16 and attention over those: measured on an H200 as PREFILL16 times as fast with
+# 8 and 16, PREFILL32 times with 32 and 0.8 to 0.9 times with more
+# (benchmarks/results/stock_rows_h200.json).
+_PREFILL_HEADS = 32
 # Of one index table of `prefill`. Memory is measured as stock vLLM does it, without
 # them, so that the cache keeps its size: a step holds up to three, for window-only,
 # C128A and C4A layers. Up to 0.26.0 stock's own table of a prefill is not measured
@@ -76,7 +83,8 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
     Args:
         heads: that it has on this GPU.
         stock: that it would pad them to for FlashMLA.
-        rows: of its cache: "v4", "v32", or "bf16" for `flash_mla_sparse_fwd` alone.
+        rows: of its cache: "v4", whose prefills are offered to `prefill`, "v41", "v32",
+            or "bf16" for `flash_mla_sparse_fwd` alone.
 
     Returns:
         8, 16 or 32 if our kernels serve this GPU and so few heads for any number of

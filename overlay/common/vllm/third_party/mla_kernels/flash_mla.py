@@ -30,12 +30,10 @@ PROVIDERS = ("reference", "triton", "sm90")
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
     V4.name: {
-        16: ((0, None),),
-        32: ((0, 512),),
-        64: ((0, 8), (16, 512)),
-        128: ((0, 2), (12, 512)),
+        32: ((0, None),),
+        128: ((0, 512),),
     },
-    V32.name: {32: ((0, None),), 64: ((0, 4), (12, 512)), 128: ((0, 1), (8, 512))},
+    V32.name: {32: ((0, None),), 128: ((0, 512),)},
     BF16.name: {16: ((0, None),), 64: ((0, 64),), 128: ((0, 32),)},
 }
 _ALIGNMENT = 4  # bytes: rows hold float32 and BF16

@@ -1,0 +1,192 @@
+// What a block of sparse_mla_wgmma_rows.cu works on and with: shared memory, and q on its way into it.
+#pragma once
+
+#include "rows.cuh"
+#include "scheduler.cuh"
+#include "wgmma_block.cuh"
+
+namespace mla {
+namespace wgmma_rows {
+
+using wgmma::kMargin;
+using wgmma::kOutputThreads;
+using wgmma::kThreads;
+using wgmma::largest_of;
+using wgmma::product;
+using wgmma::to_half;
+
+inline constexpr int kHeads = 32;     // of an item, at most
+inline constexpr int kMaxSplits = kWgmmaRowsMaxSplits;
+
+using Item = Keys<kTile>;
+
+// d (64 x 32, fp32) = a (64 x 16, in registers) times b (16 x 32, in shared memory), both BF16, plus d if ADD.
+template <bool ADD>
+__device__ __forceinline__ void bf16_product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" MLA_D16
+               "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+               : MLA_F16(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
+}
+// Of two values, fp16.
+__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
+  const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
+  return reinterpret_cast<const uint32_t&>(r);
+}
+
+// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of
+// E4M3, which is below 2^9, with such a largest scale. Within 2^100: see row_power().
+__device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
+  return min(max(static_cast<int>(largest_scale >> 23) + 1 + 9 - 15, 127 - 100), 127 + 100);
+}
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
+template <RowFormat FORMAT>
+struct Layout : RowLayout<FORMAT> {
+  using R = RowLayout<FORMAT>;
+  static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
+  static constexpr bool kHasFloatScales = R::kScales == Scales::kFloat;
+  static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = kHasTail ? 176 : 160;
+  static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
+  static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
+  // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next; the wide part is the last line.
+  static constexpr int kGroupBytes = 8 * R::kPitch, kSlotBytes = kTile / 2 * R::kPitch;
+  static constexpr int kWideAtGroup = 1024 * R::kWideLine;
+  static constexpr int kQBytes = kHeads * R::kDims * 2, kWeightBytes = kHeads * kTile * 2;
+  static constexpr int kQ = 0;                                  // [items, even and odd]
+  static constexpr int kWeights = kQ + 2 * kQBytes;             // [2]
+  static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
+  // [slots][32 rows][16 bytes]: scales as they come. Of UE8M0 ones then, fp16, their ratios to the row's power of two,
+  // of which the last two bytes have the exponent.
+  static constexpr int kOfRows = kRing + kSlots * kSlotBytes;
+  static constexpr int kRatios = kOfRows + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
+  static constexpr int kScale = kRatios + kSlots * R::kGroups * 32 * 2;  // [items, even and odd][kHeads]
+  static constexpr int kMaximum = kScale + 2 * kHeads * 4;      // [kHeads]
+  static constexpr int kReduce = kMaximum + kHeads * 4;         // [4 warps][kHeads]: largest score, or sum
+  static constexpr int kCorrection = kReduce + 4 * kHeads * 4;  // [weights][kHeads]
+  static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of partial output: maxima, sums
+  static constexpr int kState = kFactor + 2 * kHeads * 4;       // [weights]: whether outputs are to be corrected
+  static constexpr int kThere = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
+  static constexpr int kTurns = kThere + kSlots * 4;
+  static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
+  static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
+  static_assert(R::kPitch == 640 && R::kWide == 64, "the wide part is one line of 128 bytes, after four");
+  static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
+  static_assert(kHeads * kDim * 4 <= kSlots * kSlotBytes, "partial output must fit the ring");
+};
+
+// What lies in shared memory.
+template <RowFormat FORMAT>
+struct Storage {
+  using L = Layout<FORMAT>;
+  const RowParams& p;
+  uint8_t* const smem;
+  const uint32_t base;
+  const int warp, lane;
+  const Turns turns;
+
+  __device__ __forceinline__ int head0(int item) const {
+    return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
+  }
+  // What follows from it is found again, and not kept in registers, which are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
+  __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
+  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
+  __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
+  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
+    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
+  // Rows, weights and q: they are there; everybody is done with them.
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }
+  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(L::kSlots + slot); }
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kSlots + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kSlots + 2 + buffer); }
+  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kSlots + 4 + buffer); }
+  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kSlots + 6 + buffer); }
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < L::kSlots; ++i) barrier_init(full(i), 128), barrier_init(empty(i), kOutputThreads);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
+      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+// The heads of q that a warp, of WARPS, brings into shared memory as B operand: 512 dimensions fp16, those of keys
+// alone BF16. A row is divided by a power of two, which goes back in with the softmax scale.
+template <RowFormat FORMAT, int WARPS>
+struct PartOfQ {
+  using L = Layout<FORMAT>;
+  static constexpr int kRows = kHeads / WARPS;
+  uint4 raw[kRows][2], tail;  // 16 dimensions of each; 8 of those of keys alone, of row lane / 8
+
+  __device__ __forceinline__ void load(const RowParams& p, int64_t token, int head0, int warp, int lane) {
+    const __nv_bfloat16* const q =
+        static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + head0 * p.q_head_stride;
+    const int heads = p.heads - head0;
+    const auto at = [&](int i, int dim) {
+      return reinterpret_cast<const uint4*>(q + (i * WARPS + warp) * p.q_head_stride + dim);
+    };
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      raw[i][0] = raw[i][1] = make_uint4(0, 0, 0, 0);
+      if (i * WARPS + warp < heads) raw[i][0] = at(i, lane * 16)[0], raw[i][1] = at(i, lane * 16)[1];
+    }
+    tail = make_uint4(0, 0, 0, 0);
+    if (L::kHasTail && lane / 8 < kRows && lane / 8 * WARPS + warp < heads)
+      tail = *at(lane / 8, kDim + lane % 8 * 8);
+  }
+  __device__ __forceinline__ void store(const RowParams& p, int warp, int lane, uint8_t* to, float* scales) {
+    uint32_t largest[kRows], of_tail = 0;
+    if constexpr (L::kHasTail) {
+      const uint4 both[2] = {tail, tail};
+      of_tail = largest_of(both);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      largest[i] = largest_of(raw[i]);
+      largest[i] = max(largest[i], lane / 8 == i ? of_tail : 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
+    uint32_t inverse = 0;  // of the row that this lane has a tail of
+    const float scale = p.bmm1 * kLog2e;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = i * WARPS + warp;
+      const float power = to_half(raw[i], largest[i]);
+      if (L::kHasTail && lane / 8 == i) inverse = __float_as_uint(power_below(largest[i]).y) >> 16;
+      if (lane == 0) scales[row] = scale * power;
+      // Of 16 E4M3 dimensions of a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8 and
+      // 2t + 9 of its A fragment, so q is put in that order. Wide ones are in that of memory.
+      const uint4 a = raw[i][0], b = raw[i][1];
+      const bool is_wide = lane * 16 >= L::kNarrow;
+      const uint4 low = is_wide ? a : make_uint4(a.x, a.z, b.x, b.z);
+      const uint4 high = is_wide ? b : make_uint4(a.y, a.w, b.y, b.w);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks
+        *reinterpret_cast<uint4*>(to + lane / 4 * kHeads * 128 + swizzled(row, lane % 4 * 2 + h)) = h ? high : low;
+      }
+    }
+    if constexpr (L::kHasTail) {
+      inverse *= 0x10001;
+      if (lane / 8 < kRows)
+        *reinterpret_cast<uint4*>(to + kDim / 64 * kHeads * 128 + swizzled(lane / 8 * WARPS + warp, lane % 8)) =
+            make_uint4(scaled_bf16(tail.x, inverse), scaled_bf16(tail.y, inverse), scaled_bf16(tail.z, inverse),
+                       scaled_bf16(tail.w, inverse));
+    }
+    fence_async();
+  }
+};
+
+}  // namespace wgmma_rows
+}  // namespace mla

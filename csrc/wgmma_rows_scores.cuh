@@ -1,0 +1,306 @@
+// Scores and weights of sparse_mla_wgmma_rows.cu, which one warpgroup computes.
+#pragma once
+
+#include "wgmma_rows_block.cuh"
+
+namespace mla {
+namespace wgmma_rows {
+
+template <RowFormat FORMAT>
+struct Scores : Storage<FORMAT> {
+  using Base = Storage<FORMAT>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0;
+  using L = Layout<FORMAT>;
+  static constexpr int kN = kHeads;
+  static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
+  static constexpr int kBatches = (kNarrowSteps + 7) / 8;  // of narrow steps, whose products are begun together
+
+  // Scores of 64 keys, S^T = K Q^T: over the powers of rows, where these are divided by them; and the powers of rows g
+  // and g + 8 of this warp's sixteen, as exponents of float32.
+  __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], uint32_t tile, int q_buffer) const {
+    uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
+    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
+    const uint64_t q = descriptor(q_at);
+    const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
+    // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
+    const uint32_t slot = (2 * tile + (warp % 4 >> 1)) % L::kSlots, row = slot * 32 + (warp & 1) * 16 + lane / 4;
+    const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+    const uint8_t* const of_rows = smem + L::kOfRows + row * 16;  // of row g and, 128 bytes further, g + 8
+
+    // Wide parts are operands as they are.
+    uint32_t a[2][8][4], raw[4][4];
+#pragma unroll
+    for (int i = 0; i < kWideSteps; ++i)
+      ldmatrix(a[1][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < kWideSteps; ++i) {
+      if (i == 0)
+        wide_product<false>(s, a[1][i], q_of(kNarrowSteps + i));
+      else
+        wide_product<true>(s, a[1][i], q_of(kNarrowSteps + i));
+    }
+    products_commit();
+
+    // Narrow parts are read while products of the batch before go on, and widened once those of the batch whose
+    // registers they take are done.
+    uint32_t ratios[2][4];
+    if constexpr (!L::kHasFloatScales)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
+    const auto read = [&](int batch) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int chunk = batch * 8 + i * 2;
+        if (chunk < kNarrowSteps)
+          ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
+      }
+    };
+    const auto widen = [&](int batch) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int step = batch * 8 + i;
+        if (step >= kNarrowSteps) continue;
+        uint32_t(&to)[4] = a[batch % 2][i];
+        const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
+        to[0] = e4m3_low(x), to[1] = e4m3_low(y), to[2] = e4m3_high(x), to[3] = e4m3_high(y);
+        if constexpr (!L::kHasFloatScales) {
+          const int group = step * 16 / L::kGroup;
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            to[k] = times(to[k], __byte_perm(ratios[k % 2][group / 2], 0, group % 2 ? 0x3232 : 0x1010));
+        }
+      }
+    };
+    // A batch has one scale if that is a float. Its scores are summed apart and multiplied in float32, which is exact.
+    static_assert(!L::kHasFloatScales || L::kGroup == 128, "");
+    float part[L::kHasFloatScales ? 2 : 1][kN / 2];
+    uint32_t largest_scales[2] = {};
+    const auto add_part = [&](int batch) {
+      if constexpr (L::kHasFloatScales) {
+        float by[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[batch];
+          largest_scales[h] = max(largest_scales[h], magnitude(by[h]));
+        }
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[batch % 2][i], by[i / 2 % 2], s[i]);
+      }
+    };
+    read(0);
+    widen(0);
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int step = batch * 8 + i;
+        if (step >= kNarrowSteps) continue;
+        const uint32_t(&from)[4] = a[batch % 2][i];
+        if constexpr (!L::kHasFloatScales)
+          product<true>(s, from, q_of(step));
+        else if (i == 0)
+          product<false>(part[batch % 2], from, q_of(step));
+        else
+          product<true>(part[batch % 2], from, q_of(step));
+      }
+      products_commit();
+      if (batch < kBatches - 1) {
+        read(batch + 1);
+        products_wait<1>();
+        hold(raw);
+        widen(batch + 1);
+        if (batch > 0) add_part(batch - 1);
+      }
+    }
+    if constexpr (L::kHasFloatScales) {
+      products_wait<1>();
+      add_part(kBatches - 2);
+    }
+    products_wait<0>();
+    if constexpr (L::kHasFloatScales) {
+      add_part(kBatches - 1);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
+    }
+  }
+  template <bool ADD>
+  static __device__ __forceinline__ void wide_product(float (&s)[kN / 2], const uint32_t (&a)[4], uint64_t q) {
+    if constexpr (L::kHasTail)
+      bf16_product<ADD>(s, a, q);
+    else
+      product<ADD>(s, a, q);
+  }
+
+  // ---------------------------------------------------------------- weights of 64 keys, into shared memory
+  // Weights are those of rows times the powers that they were divided by, and so is their maximum.
+  __device__ __forceinline__ void weights(float (&s)[kN / 2], const uint32_t (&powers)[2], float (&sum)[kN / 4],
+                                          uint32_t tile, bool& started, int odd) const {
+    const int lane = lane_again(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
+    uint32_t there[2];  // a tile's rows
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      there[h] = *reinterpret_cast<const uint32_t*>(smem + L::kThere + (2 * tile + h) % L::kSlots * 4);
+    // Of a tile's rows 0 and 8, one.
+    const bool any = there[0] | there[1], reference = there[0] & 0x0101;
+    const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * kN) + t;
+    float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
+    const auto lower = [&](const float2* by) {
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n)
+        s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
+    };
+    const float log2[2] = {static_cast<float>(static_cast<int>(powers[0]) - 127),
+                           static_cast<float>(static_cast<int>(powers[1]) - 127)};
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n) {
+      const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float* const of = s + n * 4 + h * 2;
+        if (!L::kHasFloatScales) of[0] *= __uint_as_float(powers[h] << 23), of[1] *= __uint_as_float(powers[h] << 23);
+        of[0] = fmaf(of[0], x.x, log2[h] - m.x), of[1] = fmaf(of[1], x.y, log2[h] - m.y);
+      }
+    }
+    const uint32_t mine = (group_warp & 2 ? there[1] : there[0]) >> (group_warp & 1) * 16 & 0xFFFF;
+    if (mine != 0xFFFF) {
+      const bool low = mine >> g & 1, high = mine >> (8 + g) & 1;
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i)
+        if (!(i & 2 ? high : low)) s[i] = -INFINITY;
+    }
+    if (!started && reference) {
+      // What the first two scores suggest; a real maximum is searched for when a score is far above it.
+      if (group_warp == 0 && g == 0)
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n)
+          maximum[n * 4] =
+              make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
+      sync_threads(1, 128);
+      lower(maximum);
+    }
+    float excess = started || reference ? -INFINITY : INFINITY;
+#pragma unroll
+    for (int i = 0; i < kN / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
+    const bool raised = any && sync_any(1, 128, excess > kSlack);
+    barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
+    if (thread() == 0) states()[buffer] = raised && started;
+    if (raised) {
+      raise(s, sum, buffer, started, reference);
+      lower(reinterpret_cast<const float2*>(floats(L::kReduce)) + t);
+    }
+    started |= any;
+
+    const float inverse[2] = {__uint_as_float((254 - powers[0]) << 23), __uint_as_float((254 - powers[1]) << 23)};
+    const uint32_t to = base + L::kWeights + buffer * L::kWeightBytes;
+    const int row = (lane >> 4) * 8 + (lane & 7), chunk = group_warp * 2 + (lane >> 3 & 1);
+#pragma unroll
+    for (int n = 0; n < kN / 8; n += 2) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = exp2_fast(s[n * 4 + 2 * i]), y = exp2_fast(s[n * 4 + 2 * i + 1]);
+        float* const of = sum + n * 2 + i / 2 * 2;
+        of[0] = fmaf(x, inverse[i % 2], of[0]), of[1] = fmaf(y, inverse[i % 2], of[1]);
+        w[i] = pack_half(x, y);
+      }
+      stmatrix_transposed(to + swizzled(n * 8 + row, chunk), w[0], w[1], w[2], w[3]);
+    }
+  }
+
+  // The true maximum of what there is; leaves in kReduce by how much it has risen.
+  __device__ __forceinline__ void raise(const float (&s)[kN / 2], float (&sum)[kN / 4], int buffer, bool started,
+                                        bool reference) const {
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
+    float* const reduce = floats(L::kReduce);
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float largest = fmaxf(s[n * 4 + e], s[n * 4 + 2 + e]);
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+        if (g == 0) reduce[group_warp * kN + n * 8 + t * 2 + e] = largest;
+      }
+    sync_threads(1, 128);
+    const int head = thread();
+    if (head < kN) {
+      const float largest =
+          fmaxf(fmaxf(reduce[head], reduce[kN + head]), fmaxf(reduce[2 * kN + head], reduce[3 * kN + head]));
+      float* const to = floats(L::kMaximum) + head;
+      const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
+      *to = now;
+      reduce[head] = now - old;
+      floats(L::kCorrection)[buffer * kN + head] = exp2_fast(old - now);
+    }
+    sync_threads(1, 128);
+    if (started)
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * kN)[n * 4 + t];
+        sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
+      }
+  }
+
+  // With the last weights of an item goes what its outputs are to be multiplied by.
+  __device__ __forceinline__ void finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
+                                         bool started, float sink) const {
+#pragma unroll
+    for (int n = 0; n < kN / 4; ++n) {
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
+    }
+    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
+    float* const sums = floats(L::kReduce);
+    sync_threads(1, 128);  // nobody reads what else was here any more
+    if (g == 0)
+#pragma unroll
+      for (int n = 0; n < kN / 4; ++n) sums[group_warp * kN + n / 2 * 8 + t * 2 + n % 2] = sum[n];
+    const int head = thread();
+    // Before the barrier: after it, other lanes write the next item's.
+    const float largest = head < kN && started ? floats(L::kMaximum)[head] : kNoMaximum;
+    sync_threads(1, 128);
+    if (head >= kN) return;
+    const float total = sums[head] + sums[kN + head] + sums[2 * kN + head] + sums[3 * kN + head];
+    float* const factors = floats(L::kFactor);
+    if (p.splits > 1) {
+      factors[head] = largest, factors[kN + head] = total;
+    } else {
+      const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
+      const float all = total * mine + exp2_fast(sink - shift);
+      factors[buffer * kN + head] = all > 0.f ? p.bmm2 * mine / all : 0.f;
+      if (p.lse && head0 + head < p.heads) write_statistics(p, token, head0 + head, largest, total, largest);
+    }
+  }
+
+  __device__ __forceinline__ void weigh() const {
+    uint32_t tile = 0, served = 0;
+    LaneLengths lengths(p, turns[0], lane);
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], ++served) {
+      const Item item(p, i, lengths.of_all());
+      lengths = LaneLengths(p, turns[turn + 1], lane);
+      const int buffer = served % 2, head = head0(i) + thread();
+      const float sink = p.sinks && thread() < kN && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+      float sum[kN / 4] = {};
+      bool started = false;  // there is a maximum
+      barrier_wait(q_full(buffer), served / 2 & 1);
+      for (int left = item.tiles; left > 0; --left, ++tile) {
+        float s[kN / 2];
+        uint32_t powers[2];
+        scores(s, powers, tile, buffer);
+        weights(s, powers, sum, tile, started, buffer);
+        if (left == 1) finish(sum, item.token, head0(i), tile % 2, started, sink);
+        fence_async();
+        barrier_arrive(ready(tile % 2));
+      }
+      barrier_arrive(q_empty(buffer));  // its scales are read until here
+    }
+  }
+};
+
+}  // namespace wgmma_rows
+}  // namespace mla
