@@ -41,7 +41,8 @@ FEW = (8, 16)  # heads
 CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
-SHARE = ("serve_share_h200",)
+SHARE, SHARE_FP8 = ("serve_share_h200",), ("serve_share_fp8_h200",)  # the second is older
+CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 DROP_IN = "FlashMLA's cache, drop-in"
@@ -149,14 +150,14 @@ def choosing() -> str:
         rows[f"Attention, {phase}"] = ["1", *(few_heads(store, phase) for store in ("584", "fp8", "bf16"))]
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
-    own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
+    own = (span(ratios(store, "output_throughput", names)) for store, names in (("dropin", SHARE), ("fp8", SHARE_FP8)))
     title = f"The same, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
     rows["Tokens in 1 GiB of cache"] = [tokens[0], *tokens]
     runs = ("flashmla", "drop_in", "fp8", "bf16")
-    kls = [tiny(kl("accuracy_e2e_h200_current", f"truth|{run}")) for run in runs]
+    kls = [tiny(kl(CURRENT, f"truth|{run}")) for run in runs]
     rows["Mean KL, mini checkpoint (less is better)"] = kls
     head = ["", "stock vLLM", "drop-in", "full-width, FP8", "full-width, BF16"]
     return markdown(head, ([title, *cells] for title, cells in rows.items()))
@@ -166,10 +167,10 @@ def accuracy() -> str:
     native, triton = "accuracy_e2e_h200", "accuracy_e2e_h200_triton"
     rows = []
     for title, name, pair in (
-        ("FlashMLA", native, "truth|flashmla"),
-        (DROP_IN, "accuracy_e2e_h200_current", "truth|drop_in"),
-        ("BF16 cache, native kernels", native, "truth|bf16"),
-        ("BF16 cache, Triton kernels", triton, "truth|bf16"), ("FP8 cache, native kernels", native, "truth|fp8"),
+        ("FlashMLA", CURRENT, "truth|flashmla"),
+        (DROP_IN, CURRENT, "truth|drop_in"),
+        ("BF16 cache, native kernels", CURRENT, "truth|bf16"),
+        ("BF16 cache, Triton kernels", triton, "truth|bf16"), ("FP8 cache, native kernels", CURRENT, "truth|fp8"),
         ("FP8 cache, Triton kernels", triton, "truth|fp8"),
         ("FP8 cache, calibrated scales", native, "truth|fp8_calibrated"),
         ("FP8 cache, against the reference on an FP8 cache", native, "truth_fp8|fp8"),
@@ -210,11 +211,12 @@ def models() -> str:
     return markdown(["", "prefill", *(f"decode, {n}" for n in calls[1:]), "tokens in 1 GiB"], rows)
 
 
-def serving(names: Iterable[str] = SERVING) -> str:
+def serving(names: Iterable[str] = SERVING, without: str = "") -> str:
     rows = [[count, NAMES[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
-            for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
+            for count, runs in sorted(served(names).items()) for store, run in runs.items()
+            if store != without]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
     times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
@@ -223,6 +225,10 @@ def serving(names: Iterable[str] = SERVING) -> str:
 
 def serving_share() -> str:
     return serving(SHARE)
+
+
+def serving_share_fp8() -> str:
+    return serving(SHARE_FP8, without="dropin")  # which has been measured again
 
 
 def decode_step() -> str:
@@ -255,7 +261,7 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, serving,
-    serving_share, decode_step, steps,
+    serving_share, serving_share_fp8, decode_step, steps,
 )}  # fmt: skip
 
 

@@ -325,6 +325,16 @@ def test_what_is_not_served_goes_on_argument_for_argument(why, kind, ops, stock,
         assert level == "once" and "too many rows" in line
 
 
+@pytest.mark.parametrize("kind, rows", [("v4 decode", "v4"), ("v4 prefill", "bf16"), ("v4.1 prefill", "bf16"),
+                                        ("v3.2 decode", "v32"), ("v3.2 prefill", "bf16-576")])  # fmt: skip
+def test_a_call_goes_by_what_was_measured_of_its_rows(kind, rows, ops, stock, served, monkeypatch):
+    name, args, kwargs = call_of(kind, 32, stock.FlashMLASchedMeta())
+    asked = []
+    monkeypatch.setattr(flash_mla, "serves", lambda *arguments: asked.append(arguments) or True)
+    getattr(ops, name)(*args, **kwargs)
+    assert asked == [(rows, 32, 4)] and not stock.calls
+
+
 def test_positional_arguments_go_on_as_they_are(ops, stock):
     name, _, kwargs = call_of("v4 decode", 64, stock.FlashMLASchedMeta())
     order = list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters)
@@ -379,7 +389,8 @@ def test_layers_are_narrow_where_our_kernels_serve_so_few_heads(rows, hopper):
 def test_a_layer_is_as_wide_as_all_its_calls_want(hopper, monkeypatch):
     """V4.1 prefills over BF16 rows, V4 over its own."""
     always = ((0, None),)
-    fast = {"v4": {32: always}, "v32": {32: always}, "bf16": {16: always, 32: ((0, 9),)}}
+    few = {16: always, 32: ((0, 9),)}
+    fast = {"v4": {32: always}, "v32": {32: always}, "bf16": few, "bf16-576": few}
     monkeypatch.setattr(flash_mla, "_AS_FAST", fast)
     assert [drop_in.padded_heads(32, 64, rows) for rows in ("v4", "v41", "v32", "bf16")] == [32, 64, 32, 64]
     assert drop_in.padded_heads(16, 64, "v41") == 16

@@ -37,7 +37,7 @@ _ROWS_OF_CALLS = {
     "v4": ("v4",),
     "v41": ("v4", "bf16"),
     "v32": ("v32",),
-    "bf16": ("bf16",),
+    "bf16": ("bf16-576",),
 }
 # vLLM's fused insert of V4 writes a query of 8, 16, 32, 64 or 128 heads.
 _WIDTHS = (8, 16, 32)
@@ -45,8 +45,8 @@ _CHECKED_HEADS = (8, 32, 128)
 _CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
 _MARK = "_dsv4_drop_in"
 # Up to so many heads of q, `prefill` takes no longer than gathering rows, widening them
-# to BF16 and attention over those: measured on an H200 as PREFILL16 times as fast with
-# 8 and 16, PREFILL32 times with 32 and 0.8 to 0.9 times with more
+# to BF16 and attention over those: measured on an H200 as 1.4 to 1.6 times as fast with
+# 8 and 16, 1.05 to 1.24 times with 32, and 0.8 to 0.9 times with more
 # (benchmarks/results/stock_rows_h200.json).
 _PREFILL_HEADS = 32
 # Of one index table of `prefill`. Memory is measured as stock vLLM does it, without
@@ -84,7 +84,7 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
         heads: that it has on this GPU.
         stock: that it would pad them to for FlashMLA.
         rows: of its cache: "v4", whose prefills are offered to `prefill`, "v41", "v32",
-            or "bf16" for `flash_mla_sparse_fwd` alone.
+            or "bf16" for `flash_mla_sparse_fwd` over V3.2's alone.
 
     Returns:
         8, 16 or 32 if our kernels serve this GPU and so few heads for any number of
@@ -384,8 +384,9 @@ def _sparse_fwd(
         "topk_length": topk_length,
         **unknown,
     }
-    flash_mla, (tokens, heads, _) = _kernels(), q.shape
-    if not unknown and flash_mla.serves("bf16", heads, tokens):
+    flash_mla, (tokens, heads, width) = _kernels(), q.shape
+    rows = "bf16" if width == 512 else "bf16-576"
+    if not unknown and flash_mla.serves(rows, heads, tokens):
         served = _served(flash_mla.flash_mla_sparse_fwd, q, attn_sink, out, rest)
         if served is not None:
             return served

@@ -24,17 +24,17 @@ from .row_formats import BF16, V4, V32, RowFormat
 PROVIDERS = ("reference", "triton", "sm90")
 # Where the sm90 provider takes no longer than FlashMLA, which runs 64 or 128 heads
 # whatever the model has: {row format: {up to heads: ((from, to) tokens, ...)}}, None
-# for any number. Measured on an H200 and an H100 against FlashMLA of vLLM 0.22.1,
-# benchmarks/results/stock_rows_*.json and small_batches_h200.txt; V4's prefill, over
-# gathered BF16 rows of 512, goes by V3.2's of 576.
+# for any number. Measured on an H200, and but for packed rows of more than 16 heads on
+# an H100, against FlashMLA of vLLM 0.22.1: benchmarks/results/stock_rows_*.json and
+# small_batches_h200.txt. BF16 rows of 512 were measured in prefill, where 8 and 16 heads
+# take up to 5% longer than FlashMLA's 64; but a layer with more heads than it needs
+# would lose more in decode. In small calls they go by those of 576.
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
-    V4.name: {
-        32: ((0, None),),
-        128: ((0, 512),),
-    },
+    V4.name: {32: ((0, None),), 128: ((0, 512),)},
     V32.name: {32: ((0, None),), 128: ((0, 512),)},
-    BF16.name: {16: ((0, None),), 64: ((0, 64),), 128: ((0, 32),)},
+    BF16.name: {32: ((0, None),), 64: ((0, 64),), 128: ((0, 32),)},
+    "bf16-576": {16: ((0, None),), 64: ((0, 64),), 128: ((0, 32),)},
 }
 _ALIGNMENT = 4  # bytes: rows hold float32 and BF16
 _valid: set[tuple] = set()
@@ -220,7 +220,7 @@ def serves(rows: str, heads: int, tokens: int | None = None) -> bool:
 
     Args:
         rows: "v4" and "v32", over which `flash_mla_with_kvcache` decodes and prefills,
-            or "bf16", those of `flash_mla_sparse_fwd`.
+            or "bf16" (512 wide) and "bf16-576", those of `flash_mla_sparse_fwd`.
         heads: of q, as the caller has it.
         tokens: of the call (batch * q_len); None asks for any number.
     """
