@@ -170,7 +170,7 @@ enum Kind { kEnd, kQ, kKeys };
 
 // What lies in shared memory.
 template <bool FP8>
-struct Storage : Thread {
+struct Storage : Thread<Params> {
   using L = Layout<FP8>;
   const Call& call;
   const Turns turns;

@@ -163,15 +163,9 @@ __device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x010101
 // What lies in shared memory. An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in
 // slot i % 2.
 template <RowFormat FORMAT>
-struct Storage {
+struct Storage : Thread<Call> {
   using L = Layout<FORMAT>;
-  const Call& p;
-  uint8_t* const smem;
-  const uint32_t base;
-  const int warp, lane;
   const Turns turns;
-
-  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
 
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }  // with a tile

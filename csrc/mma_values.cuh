@@ -1,4 +1,4 @@
-// Outputs of sparse_mla_mma.cu: weights of keys, and their products with values.
+// Values of sparse_mla_mma.cu: weights of keys, and their products with values.
 #pragma once
 
 #include "mma_scores.cuh"

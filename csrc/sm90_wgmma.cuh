@@ -136,8 +136,9 @@ __device__ __forceinline__ float2 power_below(uint32_t largest) {
 }
 
 // Where a thread is, and what it works on.
+template <typename PARAMS>
 struct Thread {
-  const Params& p;
+  const PARAMS& p;
   uint8_t* const smem;
   const uint32_t base;
   const int warp, lane;

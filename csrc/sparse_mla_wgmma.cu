@@ -138,19 +138,7 @@ struct Block : Scores<FP8, N> {
   __device__ __forceinline__ void wait_weights(float (&acc)[4][L::kAcc], uint32_t tile) const {
     const int t = lane % 4, buffer = tile % 2;
     barrier_wait(ready(buffer), tile / 2 & 1);
-    if (states()[buffer]) {  // the maximum was raised
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n) {
-        const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-#pragma unroll
-          for (int h = 0; h < 2 * L::kTerms; ++h) {
-            float* const at = acc[m] + h / 2 * N / 2 + n * 4 + h % 2 * 2;
-            at[0] *= x.x, at[1] *= x.y;
-          }
-      }
-    }
+    if (states()[buffer]) correct<L::kTerms>(acc, floats(L::kCorrection) + buffer * N, t);  // the maximum was raised
   }
 
   __device__ __forceinline__ void outputs(float (&acc)[4][L::kAcc], uint32_t tile) const {
@@ -250,19 +238,16 @@ struct Block : Scores<FP8, N> {
         sync_threads(2, kOutputThreads);
         // Partial outputs take the place of the ring, which everybody has left.
         float* const partial = floats(L::kRing);  // [N][512]
+        if constexpr (FP8) {
+          store_partial(partial, acc, dim0(), t);
+        } else {
 #pragma unroll
-        for (int n = 0; n < N / 4; ++n) {
-          const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-          if constexpr (FP8) {
-            float4* const to = reinterpret_cast<float4*>(partial + partial_at(row, dim0()));
-            to[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
-            to[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
-          } else {
+          for (int n = 0; n < N / 4; ++n)
 #pragma unroll
             for (int m = 0; m < 4; ++m)
 #pragma unroll
-              for (int h = 0; h < 2; ++h) partial[partial_at(row, dim_of(m, h, g))] = acc[m][at + 2 * h];
-          }
+              for (int h = 0; h < 2; ++h)
+                partial[partial_at(n / 2 * 8 + t * 2 + n % 2, dim_of(m, h, g))] = acc[m][n / 2 * 4 + n % 2 + 2 * h];
         }
         return;
       }
@@ -307,11 +292,6 @@ struct Block : Scores<FP8, N> {
       }
       if (item.tiles > 0) barrier_arrive(used(last));
     }
-  }
-
-  // Where a partial output is, in floats: heads that a warp writes at once lie in different banks.
-  static __device__ __forceinline__ int partial_at(int row, int dim) {
-    return row * kDim + (dim ^ (row >> 1 & 3) << 3);
   }
 
   // ---------------------------------------------------------------- splits are the blocks of a cluster

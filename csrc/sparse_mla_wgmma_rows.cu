@@ -32,17 +32,8 @@ struct Outputs : Storage<FORMAT> {
   __device__ __forceinline__ void wait_weights(float (&acc)[4][kN / 2], uint32_t tile) const {
     const int t = lane % 4, buffer = tile % 2;
     barrier_wait(ready(buffer), tile / 2 & 1);
-    if (states()[buffer]) {  // the maximum was raised
-#pragma unroll
-      for (int n = 0; n < kN / 8; ++n) {
-        const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * kN)[n * 4 + t];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          float* const at = acc[m] + n * 4;
-          at[0] *= x.x, at[1] *= x.y, at[2] *= x.x, at[3] *= x.y;
-        }
-      }
-    }
+    if (states()[buffer])  // the maximum was raised
+      wgmma::correct<1>(acc, floats(L::kCorrection) + buffer * kN, t);
   }
 
   // O^T += V^T P^T of a tile's 64 keys.
@@ -135,14 +126,7 @@ struct Outputs : Storage<FORMAT> {
       if (p.splits > 1) {
         sync_threads(2, kOutputThreads);
         // Partial outputs take the place of the ring, which everybody has left.
-        float* const partial = floats(L::kRing);  // [kN][512]
-#pragma unroll
-        for (int n = 0; n < kN / 4; ++n) {
-          const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-          float4* const to = reinterpret_cast<float4*>(partial + partial_at(row, dim0()));
-          to[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
-          to[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
-        }
+        wgmma::store_partial(floats(L::kRing), acc, dim0(), t);
         return;
       }
       // With the last weights came the factors.
@@ -163,11 +147,6 @@ struct Outputs : Storage<FORMAT> {
     }
   }
 
-  // Where a partial output is, in floats: heads that a warp writes at once lie in different banks.
-  static __device__ __forceinline__ int partial_at(int row, int dim) {
-    return row * kDim + (dim ^ (row >> 1 & 3) << 3);
-  }
-
   // ---------------------------------------------------------------- splits are the blocks of a cluster
   // Each adds up its share of the output from everybody's shared memory, in the order of the ranks.
   __device__ __forceinline__ void merge() const {
@@ -186,7 +165,7 @@ struct Outputs : Storage<FORMAT> {
         const float* const stat = cluster.map_shared_rank(floats(L::kFactor), r);
         largest[r] = stat[head], sum[r] = stat[kN + head];
         value[r] = *reinterpret_cast<const float4*>(cluster.map_shared_rank(floats(L::kRing), r) +
-                                                    partial_at(head, dim));
+                                                    wgmma::partial_at(head, dim));
         maximum = fmaxf(maximum, largest[r]);
       }
       float keys = 0.f;

@@ -2,14 +2,13 @@
 #pragma once
 
 #include "turns.cuh"
+#include "wgmma_shared.cuh"
 
 namespace mla {
 namespace wgmma {
 
-inline constexpr int kThreads = 512, kOutputThreads = 256;  // then 128 for scores and weights, and 128 that fetch
+inline constexpr int kThreads = 512;  // kOutputThreads, then 128 for scores and weights, and 128 that fetch
 constexpr int kSplits = 2;  // blocks that share a token's keys, where they do
-// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
-inline constexpr float kMargin = 4.f;
 
 // What a block works on: some heads of a token and a share of its keys.
 struct Item {
@@ -208,30 +207,13 @@ struct Layout {
 
 // What lies in shared memory.
 template <bool FP8, int N>
-struct Storage : Thread {
+struct Storage : Pipeline<Params, Layout<FP8, N>> {
   using L = Layout<FP8, N>;
   const Turns turns;
 
-  __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
-  // Rows, weights and q: they are there; everybody is done with them.
-  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }
-  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(L::kSlots + slot); }
-  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kSlots + buffer); }
-  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kSlots + 2 + buffer); }
-  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kSlots + 4 + buffer); }
-  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kSlots + 6 + buffer); }
-
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < L::kSlots; ++i) {
-      barrier_init(full(i), 128 + 4);
-      barrier_init(empty(i), FP8 ? kOutputThreads : 128);  // a quarter is for one of the two warpgroups
-    }
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
-      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    // A quarter is for one of the two warpgroups.
+    Pipeline<Params, L>::init(128 + 4, FP8 ? kOutputThreads : 128);
   }
 };
 

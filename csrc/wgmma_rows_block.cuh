@@ -78,12 +78,10 @@ struct Layout : RowLayout<FORMAT> {
 
 // What lies in shared memory.
 template <RowFormat FORMAT>
-struct Storage {
+struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   using L = Layout<FORMAT>;
-  const RowParams& p;
-  uint8_t* const smem;
-  const uint32_t base;
-  const int warp, lane;
+  using Base = wgmma::Pipeline<RowParams, L>;
+  using Base::p, Base::warp, Base::lane;
   const Turns turns;
 
   __device__ __forceinline__ int head0(int item) const {
@@ -96,28 +94,7 @@ struct Storage {
     return again;
   }
   __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
-  __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
-  __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + L::kState); }
-  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
-    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return base + L::kBarriers + i * 8; }
-  // Rows, weights and q: they are there; everybody is done with them.
-  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }
-  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(L::kSlots + slot); }
-  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * L::kSlots + buffer); }
-  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * L::kSlots + 2 + buffer); }
-  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * L::kSlots + 4 + buffer); }
-  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * L::kSlots + 6 + buffer); }
-
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; i < L::kSlots; ++i) barrier_init(full(i), 128), barrier_init(empty(i), kOutputThreads);
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
-      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  __device__ __forceinline__ void init() const { Base::init(128, kOutputThreads); }
 };
 
 // The heads of q that a warp, of WARPS, brings into shared memory as B operand: 512 dimensions fp16, those of keys

@@ -149,11 +149,6 @@ struct Scores : Storage<FORMAT> {
     const bool any = there[0] | there[1], reference = there[0] & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * kN) + t;
     float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
-    const auto lower = [&](const float2* by) {
-#pragma unroll
-      for (int n = 0; n < kN / 8; ++n)
-        s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
-    };
     const float log2[2] = {static_cast<float>(static_cast<int>(powers[0]) - 127),
                            static_cast<float>(static_cast<int>(powers[1]) - 127)};
 #pragma unroll
@@ -167,12 +162,7 @@ struct Scores : Storage<FORMAT> {
       }
     }
     const uint32_t mine = (group_warp & 2 ? there[1] : there[0]) >> (group_warp & 1) * 16 & 0xFFFF;
-    if (mine != 0xFFFF) {
-      const bool low = mine >> g & 1, high = mine >> (8 + g) & 1;
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i)
-        if (!(i & 2 ? high : low)) s[i] = -INFINITY;
-    }
+    wgmma::drop_missing(s, mine, g);
     if (!started && reference) {
       // What the first two scores suggest; a real maximum is searched for when a score is far above it.
       if (group_warp == 0 && g == 0)
@@ -181,7 +171,7 @@ struct Scores : Storage<FORMAT> {
           maximum[n * 4] =
               make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
       sync_threads(1, 128);
-      lower(maximum);
+      wgmma::lower(s, maximum);
     }
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
@@ -191,7 +181,7 @@ struct Scores : Storage<FORMAT> {
     if (thread() == 0) states()[buffer] = raised && started;
     if (raised) {
       raise(s, sum, buffer, started, reference);
-      lower(reinterpret_cast<const float2*>(floats(L::kReduce)) + t);
+      wgmma::lower(s, reinterpret_cast<const float2*>(floats(L::kReduce)) + t);
     }
     started |= any;
 

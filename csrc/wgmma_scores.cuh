@@ -98,11 +98,6 @@ struct Scores : Storage<FP8, N> {
     const bool any = there.x | there.y, reference = there.x & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
     float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
-    const auto lower = [&](const float2* by) {
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-        s[n * 4] -= by[n * 4].x, s[n * 4 + 1] -= by[n * 4].y, s[n * 4 + 2] -= by[n * 4].x, s[n * 4 + 3] -= by[n * 4].y;
-    };
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
       const float2 x = scale[n * 4], m = started ? maximum[n * 4] : make_float2(0.f, 0.f);
@@ -110,12 +105,7 @@ struct Scores : Storage<FP8, N> {
       s[n * 4 + 2] = fmaf(s[n * 4 + 2], x.x, -m.x), s[n * 4 + 3] = fmaf(s[n * 4 + 3], x.y, -m.y);
     }
     const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
-    if (mine != 0xFFFF) {
-      const bool low = mine >> g & 1, high = mine >> (8 + g) & 1;
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i)
-        if (!(i & 2 ? high : low)) s[i] = -INFINITY;
-    }
+    drop_missing(s, mine, g);
     if (!started && reference) {
       // What the first two scores suggest; a real maximum is searched for when a score is far above it.
       if (group_warp == 0 && g == 0)
@@ -124,7 +114,7 @@ struct Scores : Storage<FP8, N> {
           maximum[n * 4] =
               make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
       sync_threads(1, 128);
-      lower(maximum);
+      lower(s, maximum);
     }
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
@@ -155,7 +145,7 @@ struct Scores : Storage<FP8, N> {
         floats(L::kCorrection)[buffer * N + head] = exp2_fast(old - now);
       }
       sync_threads(1, 128);
-      lower(reinterpret_cast<const float2*>(reduce) + t);
+      lower(s, reinterpret_cast<const float2*>(reduce) + t);
       if (started)
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) {

@@ -1,0 +1,207 @@
+// Outputs of sparse_mla_mma.cu: merged over those who share a token's keys, and written.
+#pragma once
+
+#include "mma_values.cuh"
+
+namespace mla {
+namespace mma {
+
+__device__ __forceinline__ uint32_t of_rank(uint32_t address, int rank) {
+  uint32_t r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+__device__ __forceinline__ void write_remote(uint32_t to, float x) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ uint4 read_remote(uint32_t from) {
+  uint4 r;
+  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(from));
+  return r;
+}
+
+// The same warp, and what it does with outputs.
+template <RowFormat FORMAT, MmaBlock BLOCK>
+struct Outputs : Values<FORMAT, BLOCK> {
+  using Base = Values<FORMAT, BLOCK>;
+  using Base::p, Base::shared, Base::warp, Base::lane, Base::group, Base::g, Base::t, Base::thread, Base::acc;
+  using Base::maximum, Base::sum, Base::largest, Base::Base;
+  using S = typename Base::S;
+  static constexpr int kDimBlocks = Base::kDimBlocks;
+
+  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
+    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+  }
+  __device__ __forceinline__ void write_outputs(int64_t token, int head0) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = g + h * 8, head = head0 + row;
+      if (head >= p.heads) continue;
+      const float sink = shared.sinks[row];
+      float shift = fmaxf(maximum[h], sink);
+      if (shift == -INFINITY) shift = 0.f;
+      const float mine = exp2_fast(maximum[h] - shift);
+      const float total = sum[h] * mine + exp2_fast(sink - shift);
+      const float factor = total > 0.f ? shared.bmm2 * mine / total : 0.f;
+      if (p.lse && warp == 0 && t == 0)
+        write_statistics(p, token, head, maximum[h], sum[h], largest[h]);
+      __nv_bfloat16* const to = out_of(token, head);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int eight = 0; eight < kDimBlocks / 8; ++eight) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            packed[j] = pack_bf16(acc[eight * 8 + 2 * j][2 * h + i] * factor,
+                                  acc[eight * 8 + 2 * j + 1][2 * h + i] * factor);
+          *reinterpret_cast<uint4*>(to + S::first_dim(warp, t, i, eight)) =
+              make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+  }
+
+  // Two groups have half of an item's keys each, and the same heads and dimensions in each thread: the second tells the
+  // first what it has, through its ring, which nobody reads any more.
+  __device__ __forceinline__ void merge_halves() {
+    SharedStorage<S>& second = group ? shared : (&shared)[1];
+    static_assert(kHeads * kDim * sizeof(float) <= sizeof(second.rows), "outputs must fit the ring");
+    float4* const theirs = reinterpret_cast<float4*>(second.rows) + thread;
+    if (group) {
+#pragma unroll
+      for (int j = 0; j < kDimBlocks; ++j)
+        theirs[j * S::kGroupThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (warp == 0 && t == 0)
+          shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
+          shared.row_stat[2][g + h * 8] = largest[h];
+    }
+    sync_threads(3, kConsumerThreads);
+    if (group) return;
+    float mine[2], other[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float their_maximum = second.row_stat[0][g + h * 8], most = fmaxf(maximum[h], their_maximum);
+      const float shift = most == -INFINITY ? 0.f : most;
+      mine[h] = exp2_fast(maximum[h] - shift), other[h] = exp2_fast(their_maximum - shift);
+      maximum[h] = most;
+      sum[h] = mine[h] * sum[h] + other[h] * second.row_stat[1][g + h * 8];
+      largest[h] = fmaxf(largest[h], second.row_stat[2][g + h * 8]);
+    }
+#pragma unroll
+    for (int j = 0; j < kDimBlocks; ++j) {
+      const float4 x = theirs[j * S::kGroupThreads];
+      acc[j][0] = mine[0] * acc[j][0] + other[0] * x.x, acc[j][1] = mine[0] * acc[j][1] + other[0] * x.y;
+      acc[j][2] = mine[1] * acc[j][2] + other[1] * x.z, acc[j][3] = mine[1] * acc[j][3] + other[1] * x.w;
+    }
+  }
+
+  // The blocks of a cluster have a share of the keys each. Each tells all others its maxima and sums, then adds up its
+  // share of the output from everybody's shared memory, all of which it asks for at once.
+  __device__ __forceinline__ void merge(int item, int64_t token, int head0) const {
+    const int split = item % p.splits;
+    // Partial outputs of plain E4M3 rows are divided by their own sum: averages of rows, at most 448, which fp16 holds.
+    constexpr bool kHalf = FORMAT == RowFormat::kE4M3;
+    using Partial = std::conditional_t<kHalf, __half, float>;
+    constexpr int kRun16 = 16 / sizeof(Partial), kRuns = kDim / kRun16;  // values in 16 bytes
+    static_assert(kHeads * kDim * sizeof(Partial) <= sizeof(shared.rows), "partial output must fit the ring");
+    Partial* const partial = reinterpret_cast<Partial*>(shared.rows);  // [rows][512]
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
+      if (warp == 0 && t == 0)
+        shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
+        shared.row_stat[2][g + h * 8] = largest[h];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int eight = 0; eight < kDimBlocks / 8; ++eight) {
+          uint4* const to = reinterpret_cast<uint4*>(partial + (g + h * 8) * kDim + S::first_dim(warp, t, i, eight));
+          float x[8];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) x[j] = acc[eight * 8 + j][2 * h + i];
+          if constexpr (kHalf) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) packed[j] = pack_half(x[2 * j] * inverse, x[2 * j + 1] * inverse);
+            to[0] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+          } else {
+            reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+            reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+          }
+        }
+    }
+    sync_threads(1, S::kGroupThreads);
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
+    const auto tell_all = [&](int stat, int row, int rank) {
+      write_remote(of_rank(smem_address(&shared.stats[split][stat][row]), rank), shared.row_stat[stat][row]);
+    };
+    for (int i = thread; i < p.splits * 2 * kHeads; i += S::kGroupThreads)
+      tell_all(i / kHeads % 2, i % kHeads, i / (2 * kHeads));
+    if (p.max_logits)
+      for (int i = thread; i < p.splits * kHeads; i += S::kGroupThreads) tell_all(2, i % kHeads, i / kHeads);
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const int runs = min(kHeads, p.heads - head0) * kRuns;
+    for (int i = split * S::kGroupThreads + thread; i < runs; i += p.splits * S::kGroupThreads) {
+      const int row = i / kRuns, head = head0 + row;
+      const float sink = shared.sinks[row];
+      float shift = sink;
+#pragma unroll 4
+      for (int r = 0; r < p.splits; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
+      if (shift == -INFINITY) shift = 0.f;
+      float total = exp2_fast(sink - shift), value[kRun16] = {};
+      // Eight at a time: registers hold no more.
+      for (int r0 = 0; r0 < p.splits; r0 += 8) {
+        uint4 raw[8];
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+          if (r0 + r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+          if (r0 + r >= p.splits) break;
+          const float weight = exp2_fast(shared.stats[r0 + r][0][row] - shift);
+          const float share = weight * shared.stats[r0 + r][1][row];
+          total += share;
+          uint32_t w[4];
+          unpack(w, raw[r]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if constexpr (kHalf) {
+              const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
+              value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
+            } else {
+              value[j] += weight * __uint_as_float(w[j]);
+            }
+          }
+        }
+      }
+      const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
+      if (p.lse && i % kRuns == 0) {  // of keys alone: a sink can be far above them
+        float top = -INFINITY, most = -INFINITY, keys = 0.f;
+        for (int r = 0; r < p.splits; ++r)
+          top = fmaxf(top, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
+        for (int r = 0; r < p.splits; ++r)
+          if (shared.stats[r][1][row] != 0.f)
+            keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
+        write_statistics(p, token, head, top, keys, most);
+      }
+      uint32_t packed[kRun16 / 2];
+#pragma unroll
+      for (int j = 0; j < kRun16 / 2; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
+      __nv_bfloat16* const to = out_of(token, head) + i % kRuns * kRun16;
+      if constexpr (kHalf)
+        *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      else
+        *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);
+    }
+    __syncwarp();
+    // Nobody leaves while its shared memory is read.
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+  }
+};
+
+}  // namespace mma
+}  // namespace mla

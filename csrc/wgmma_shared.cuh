@@ -1,0 +1,98 @@
+// What the two kernels with heads on N share: sparse_mla_wgmma.cu and sparse_mla_wgmma_rows.cu.
+#pragma once
+
+#include "sm90_wgmma.cuh"
+
+namespace mla {
+namespace wgmma {
+
+inline constexpr int kOutputThreads = 256;
+// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
+inline constexpr float kMargin = 4.f;
+
+// Scores are of rows g and g + 8 of the warp's sixteen: of each eight heads, numbered n, a thread has those of heads 2t
+// and 2t + 1 in s[n * 4] and the next, and of row g + 8 in the two after.
+
+// Rows whose bit of the sixteen is not set are missing.
+template <int N>
+__device__ __forceinline__ void drop_missing(float (&s)[N], uint32_t there, int g) {
+  if (there == 0xFFFF) return;
+  const bool low = there >> g & 1, high = there >> (8 + g) & 1;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (!(i & 2 ? high : low)) s[i] = -INFINITY;
+}
+
+// Scores relative to another maximum, `by` higher: [heads], from the thread's first head on.
+template <int N>
+__device__ __forceinline__ void lower(float (&s)[N], const float2* by) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) s[i] -= by[i].x, s[i + 1] -= by[i].y, s[i + 2] -= by[i].x, s[i + 3] -= by[i].y;
+}
+
+// ---------------------------------------------------------------- outputs, of 64 dimensions, four times
+
+// Outputs of TERMS terms after the maximum was raised.
+template <int TERMS, int N>
+__device__ __forceinline__ void correct(float (&acc)[4][N], const float* correction, int t) {
+  constexpr int kHeads = 2 * N / TERMS;
+#pragma unroll
+  for (int n = 0; n < kHeads / 8; ++n) {
+    const float2 x = reinterpret_cast<const float2*>(correction)[n * 4 + t];
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int h = 0; h < 2 * TERMS; ++h) {
+        float* const at = acc[m] + h / 2 * kHeads / 2 + n * 4 + h % 2 * 2;
+        at[0] *= x.x, at[1] *= x.y;
+      }
+  }
+}
+
+// Where a partial output is, in floats: heads that a warp writes at once lie in different banks.
+__device__ __forceinline__ int partial_at(int row, int dim) { return row * kDim + (dim ^ (row >> 1 & 3) << 3); }
+
+// Outputs of E4M3 rows, of which a thread has eight dimensions from `dim` on, into [heads][512].
+template <int N>
+__device__ __forceinline__ void store_partial(float* to, const float (&acc)[4][N], int dim, int t) {
+#pragma unroll
+  for (int n = 0; n < N / 2; ++n) {
+    const int at = n / 2 * 4 + n % 2;
+    float4* const eight = reinterpret_cast<float4*>(to + partial_at(n / 2 * 8 + t * 2 + n % 2, dim));
+    eight[0] = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
+    eight[1] = make_float4(acc[2][at], acc[2][at + 2], acc[3][at], acc[3][at + 2]);
+  }
+}
+
+// ---------------------------------------------------------------- barriers, with LAYOUT's kSlots and kBarriers
+
+template <typename PARAMS, typename LAYOUT>
+struct Pipeline : Thread<PARAMS> {
+  using Thread<PARAMS>::smem, Thread<PARAMS>::base;
+
+  __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + LAYOUT::kState); }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + LAYOUT::kBarriers + i * 8; }
+  // Rows, weights and q: they are there; everybody is done with them.
+  __device__ __forceinline__ uint32_t full(int slot) const { return barrier(slot); }
+  __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(LAYOUT::kSlots + slot); }
+  __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(2 * LAYOUT::kSlots + buffer); }
+  __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(2 * LAYOUT::kSlots + 2 + buffer); }
+  __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * LAYOUT::kSlots + 4 + buffer); }
+  __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * LAYOUT::kSlots + 6 + buffer); }
+
+  // With so many arrivals at those of a slot.
+  __device__ __forceinline__ void init(int arrivals_full, int arrivals_empty) const {
+    for (int i = 0; i < LAYOUT::kSlots; ++i) {
+      barrier_init(full(i), arrivals_full);
+      barrier_init(empty(i), arrivals_empty);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
+      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+};
+
+}  // namespace wgmma
+}  // namespace mla
