@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def positives(text: str) -> list[int]:
 
 def prepare(args: argparse.Namespace) -> None:
     """Make the folders of --out and --work, by default OUT without suffix; end the script now, not after hours, if
-    they cannot be written."""
+    they cannot be written, or if another command is at work in the second."""
     args.work = args.work or args.out.with_suffix("")
     try:
         for folder in (args.out.parent, args.work):
@@ -68,6 +70,13 @@ def prepare(args: argparse.Namespace) -> None:
     except OSError as error:
         sys.exit(f"error: {folder} cannot be made ({error.strerror}); give another --out or --work.")
     check_out(args.out)
+    # On the folder, not on a file in it (as filelock would have it): a refusal leaves nothing behind.
+    folder = os.open(args.work, os.O_RDONLY)
+    weakref.finalize(args, os.close, folder)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"error: another command is at work in {args.work}; wait for its end, or give another --work.")
 
 
 def check_out(out: Path) -> None:

@@ -1,6 +1,8 @@
 """The arithmetic that judges end-to-end runs; the runs themselves need a GPU."""
 
+import fcntl
 import json
+import os
 import sys
 import threading
 import time
@@ -499,6 +501,19 @@ def test_no_gpu(refuses, monkeypatch, script):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")  # nor nvidia-smi
     assert "needs 1 GPU; 0 are visible" in refuses(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_command_in_the_same_folder(refuses, tmp_path, script):
+    """Each would start what the other has begun, and write over it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    other = os.open(work, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        assert "another command is at work" in refuses(script, "--work", str(work))
+    finally:
+        os.close(other)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

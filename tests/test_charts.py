@@ -65,7 +65,8 @@ def test_attention_ratios():
     row = {"rows": "e4m3", "phase": "decode", "heads": 8, "tokens": 16, "speedup": 2.0,
            "rounds": {"speedup": [1.9, 2.0, 2.2]}}  # fmt: skip
     rows = [row, row | {"phase": "prompt", "tokens": 4096, "rows": "bf16"}, row | {"rows": "584"},
-            row | {"phase": "mixed", "tokens": 128}]  # fmt: skip
+            row | {"phase": "mixed", "tokens": 128},
+            row | {"heads": 64, "rows": "584", "speedup": 0.9}]  # fmt: skip
     assert charts.attention_bars({"results": rows}) == {
         "584": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
         "fp8": {"decode, 16 tokens": {8: (2.0, 1.9, 2.2)}},
@@ -80,4 +81,5 @@ def test_committed_results_have_one_row_of_a_call():
     assert len(calls) == len(set(calls))
     bars = charts.attention_bars({"results": rows})
     assert all(list(of) == [label for *_, label in charts.ATTENTION] for of in bars.values())
-    assert all(len(by_heads) == 5 for of in bars.values() for by_heads in of.values())
+    assert all(len(by_heads) == 5 for of in bars.values() for phase, by_heads in of.items() if "decode" in phase)
+    assert {len(by_heads) for cache in ("fp8", "bf16") for by_heads in bars[cache].values()} == {5}

@@ -26,8 +26,8 @@ BLOCKS_OF_64 = [
     (520, 64, 70), (265, 128, 300), (70, 24, 1152), (300, 32, 400),
 ]  # fmt: skip
 # Over packed rows, up to 32 heads, and few tokens of more, have another: two to eight blocks share a token's keys,
-# or none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs. Of 584-byte rows
-# 16 heads an item are faster with 64 and 66 tokens.
+# or none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs. Of 584-byte
+# rows 16 heads an item are faster with 64 and 66 tokens.
 HEADS_ON_N = [
     (12, 32, 1152), (16, 24, 2048), (30, 17, 640), (33, 32, 2048), (64, 32, 2048), (64, 24, 70), (66, 29, 1000),
     (100, 32, 640), (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130), (16, 64, 640),
@@ -650,7 +650,7 @@ def test_only_what_was_measured_as_fast_is_served(gpu):
 
 
 def test_spans_of_what_is_served():
-    """What is served for any number of tokens was measured with few and with many; a span ends at measured sizes."""
+    """What is served for any number of tokens was measured with few and with many; spans end at measured sizes."""
     results = stock_rows("h200")
     for rows, table in flash_mla._AS_FAST.items():
         for heads, spans in table.items():
