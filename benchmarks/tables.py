@@ -158,7 +158,7 @@ def choosing() -> str:
     rows["Tokens in 1 GiB of cache, all layers of V4-Flash"] = [tokens[0], *tokens]
     runs = ("flashmla", "drop_in", "fp8", "bf16")
     kls = [tiny(kl(CURRENT, f"truth|{run}")) for run in runs]
-    rows["Mean KL (less is better)"] = kls
+    rows["Mean KL of decode (less is better)"] = kls
     head = ["", "stock vLLM", "drop-in", "full-width, FP8", "full-width, BF16"]
     return markdown(head, ([title, *cells] for title, cells in rows.items()))
 
