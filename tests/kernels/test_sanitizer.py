@@ -49,6 +49,7 @@ for rows in test_flash_mla.FORMATS:
     for batch, heads, columns, spread in (
         (1, 64, 200, 0), (5, 40, 200, 0), (40, 128, 200, 0), (140, 16, 200, 0), (20, 50, 2048, 0),
         (140, 64, 400, 0), (2, 16, 640, 0), (1, 30, 2048, 0), (100, 16, 200, 0),
+        (20, 30, 2048, 0), (140, 20, 200, 60),  # heads on N over packed rows, keys split or not
         (140, 64, 200, 60),  # rows of one tile have powers of their own, and q is no tensor map
         (520, 64, 50, 0),  # outputs larger than half the L2 cache
     ):
