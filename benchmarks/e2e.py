@@ -71,10 +71,10 @@ def prepare(args: argparse.Namespace) -> None:
         sys.exit(f"error: {folder} cannot be made ({error.strerror}); give another --out or --work.")
     check_out(args.out)
     # On the folder, not on a file in it (as filelock would have it): a refusal leaves nothing behind.
-    folder = os.open(args.work, os.O_RDONLY)
-    weakref.finalize(args, os.close, folder)
+    fd = os.open(args.work, os.O_RDONLY)
+    weakref.finalize(args, os.close, fd)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"error: another command is at work in {args.work}; wait for its end, or give another --work.")
 

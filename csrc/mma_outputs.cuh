@@ -1,6 +1,8 @@
 // Outputs of sparse_mla_mma.cu: merged over those who share a token's keys, and written.
 #pragma once
 
+#include <type_traits>
+
 #include "mma_values.cuh"
 
 namespace mla {

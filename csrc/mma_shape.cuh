@@ -24,7 +24,7 @@ struct Shape : RowLayout<FORMAT> {
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
-  static constexpr int kHeldSteps = kWarps == 4 ? 16 : 32;     // whose q is in registers; the rest is in shared memory
+  static constexpr int kHeldSteps = kWarps == 4 ? 16 : 32;    // whose q is in registers; the rest is in shared memory
   static constexpr int kQSlots = kWarps + (kPieces > 8 ? 1 : 0);
   // In P V a warp has 64 or 128 dimensions of all keys, in runs that have one scale.
   static constexpr int kDimsWarp = kDim / kWarps;

@@ -15,7 +15,7 @@ using wgmma::largest_of;
 using wgmma::product;
 using wgmma::to_half;
 
-inline constexpr int kHeads = 32;     // of an item, at most
+inline constexpr int kHeads = 32;  // of an item, at most
 inline constexpr int kMaxSplits = kWgmmaRowsMaxSplits;
 
 using Item = Keys<kTile>;
