@@ -160,8 +160,10 @@ struct Scores : Storage<FP8> {
           for (int k = 0; k < 4; ++k) {
             const int j = n * 8 + 2 * k, h = k % 2;
             const float x = exp2_fast(s[j] - maximum[h]), y = exp2_fast(s[j + 1] - maximum[h]);
-            sum[h] += x + y;
             w[k] = FP8 ? pack_half(x, y) : pack_bf16(x, y);
+            // Of BF16 weights as they were rounded: what rounding adds to a large one it then adds to their sum too.
+            const float2 weight = FP8 ? make_float2(x, y) : unpack_bf16(w[k]);
+            sum[h] += weight.x + weight.y;
           }
           stmatrix(to + swizzled(weights_row, n * 2 + (lane >> 4)), w[0], w[1], w[2], w[3]);
         }

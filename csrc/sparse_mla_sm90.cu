@@ -73,16 +73,16 @@ struct MmaDivision {
       splits = blocks > gpu.sms ? 1 : 2;
       return;
     }
-    // 584-byte rows come in small tiles where a block has no more than two of these.
-    const bool is_v4 = format == RowFormat::kV4;
-    const auto block_of = [&](int splits) {
-      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
-    };
-    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
-    splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
-      return mma_clusters(format, block_of(splits), splits, gpu.device);
+    // 584-byte rows come in small tiles where a block can have one of these.
+    if (const int tiles = divide(columns, 64); format == RowFormat::kV4 && tiles <= kMmaMaxSplits &&
+                                               blocks * tiles <= gpu.sms &&
+                                               mma_clusters(format, MmaBlock::kHalf, tiles, gpu.device) >= blocks) {
+      block = MmaBlock::kHalf, splits = tiles;
+      return;
+    }
+    splits = cluster_splits(blocks, divide(columns, is_wide ? 64 : 128), kMmaMaxSplits, gpu.sms, [&](int splits) {
+      return mma_clusters(format, block, splits, gpu.device);
     });
-    block = block_of(splits);
   }
 };
 
@@ -131,7 +131,9 @@ struct M64Choice {
     // With less to do than this, 16 heads an item are faster (measured: docs/sm90-sparse-mla.md).
     const int most = call.format == RowFormat::kV4 && tiles < 10 ? sms / 2 : sms / 4;
     const int least = call.heads <= 32 ? 400 : 200;
-    is_it = call.heads > (is_wide ? 16 : 32) && !has_heads_on_n(call, sms) &&
+    // Prefills over BF16 rows of 512 take it with few heads too, which cost it no more than 64.
+    const bool is_prefill = call.format == RowFormat::kBf16 && items > 8 * sms;
+    is_it = (call.heads > (is_wide ? 16 : 32) || is_prefill) && !has_heads_on_n(call, sms) &&
             (items > most || (tiles >= 16 && items * tiles >= least));
     division = m64_division(items, tiles, sms);
   }

@@ -20,7 +20,7 @@ template <bool FP8, int N>
 struct Block : Scores<FP8, N> {
   using Base = Scores<FP8, N>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::q_empty, Base::turns;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::q_empty, Base::turns, Base::write_outputs;
   using L = Layout<FP8, N>;
 
   // ---------------------------------------------------------------- four warps: rows, and fp16 q, on their way
@@ -278,17 +278,8 @@ struct Block : Scores<FP8, N> {
           }
         }
       } else {
-#pragma unroll
-        for (int n = 0; n < N / 4; ++n) {
-          const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-          const float factor = item.tiles == 0 ? 0.f : factors[row];
-          uint32_t packed[4];
-#pragma unroll
-          for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
-          if (item.head0 + row < p.heads)
-            *reinterpret_cast<uint4*>(out_of(item.token, item.head0 + row) + dim0()) =
-                make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
+        write_outputs(acc, item.token, item.head0, dim0(),
+                            [&](int head) { return item.tiles == 0 ? 0.f : factors[head]; });
       }
       if (item.tiles > 0) barrier_arrive(used(last));
     }

@@ -22,7 +22,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
 
@@ -132,17 +132,7 @@ struct Outputs : Storage<FORMAT> {
       // With the last weights came the factors.
       const int last = (tile + 1) % 2;
       const float* const factors = floats(L::kFactor) + last * kN;
-#pragma unroll
-      for (int n = 0; n < kN / 4; ++n) {
-        const int row = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
-        const float factor = factors[row];
-        uint32_t packed[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
-        if (head0(i) + row < p.heads)
-          *reinterpret_cast<uint4*>(out_of(item.token, head0(i) + row) + dim0()) =
-              make_uint4(packed[0], packed[1], packed[2], packed[3]);
-      }
+      write_outputs(acc, item.token, head0(i), dim0(), [&](int head) { return factors[head]; });
       barrier_arrive(used(last));
     }
   }

@@ -8,7 +8,6 @@
 namespace mla {
 namespace wgmma_rows {
 
-using wgmma::kMargin;
 using wgmma::kOutputThreads;
 using wgmma::kThreads;
 using wgmma::largest_of;
@@ -87,13 +86,6 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
   }
-  // What follows from it is found again, and not kept in registers, which are few.
-  __device__ __forceinline__ int lane_again() const {
-    int again = lane;
-    asm volatile("" : "+r"(again));
-    return again;
-  }
-  __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
   __device__ __forceinline__ void init() const { Base::init(128, kOutputThreads); }
 };
 

@@ -11,6 +11,7 @@ struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
   using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0;
+  using Base::guess_maximum, Base::raise_maximum, Base::maximum_and_sum;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
   static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
@@ -163,26 +164,14 @@ struct Scores : Storage<FORMAT> {
     }
     const uint32_t mine = (group_warp & 2 ? there[1] : there[0]) >> (group_warp & 1) * 16 & 0xFFFF;
     wgmma::drop_missing(s, mine, g);
-    if (!started && reference) {
-      // What the first two scores suggest; a real maximum is searched for when a score is far above it.
-      if (group_warp == 0 && g == 0)
-#pragma unroll
-        for (int n = 0; n < kN / 8; ++n)
-          maximum[n * 4] =
-              make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
-      sync_threads(1, 128);
-      wgmma::lower(s, maximum);
-    }
+    if (!started && reference) guess_maximum(s);
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
     for (int i = 0; i < kN / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
     const bool raised = any && sync_any(1, 128, excess > kSlack);
     barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
     if (thread() == 0) states()[buffer] = raised && started;
-    if (raised) {
-      raise(s, sum, buffer, started, reference);
-      wgmma::lower(s, reinterpret_cast<const float2*>(floats(L::kReduce)) + t);
-    }
+    if (raised) raise_maximum(s, sum, buffer, started || reference, started);
     started |= any;
 
     const float inverse[2] = {__uint_as_float((254 - powers[0]) << 23), __uint_as_float((254 - powers[1]) << 23)};
@@ -202,60 +191,12 @@ struct Scores : Storage<FORMAT> {
     }
   }
 
-  // The true maximum of what there is; leaves in kReduce by how much it has risen.
-  __device__ __forceinline__ void raise(const float (&s)[kN / 2], float (&sum)[kN / 4], int buffer, bool started,
-                                        bool reference) const {
-    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
-    float* const reduce = floats(L::kReduce);
-#pragma unroll
-    for (int n = 0; n < kN / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float largest = fmaxf(s[n * 4 + e], s[n * 4 + 2 + e]);
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-        if (g == 0) reduce[group_warp * kN + n * 8 + t * 2 + e] = largest;
-      }
-    sync_threads(1, 128);
-    const int head = thread();
-    if (head < kN) {
-      const float largest =
-          fmaxf(fmaxf(reduce[head], reduce[kN + head]), fmaxf(reduce[2 * kN + head], reduce[3 * kN + head]));
-      float* const to = floats(L::kMaximum) + head;
-      const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
-      *to = now;
-      reduce[head] = now - old;
-      floats(L::kCorrection)[buffer * kN + head] = exp2_fast(old - now);
-    }
-    sync_threads(1, 128);
-    if (started)
-#pragma unroll
-      for (int n = 0; n < kN / 8; ++n) {
-        const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * kN)[n * 4 + t];
-        sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
-      }
-  }
-
   // With the last weights of an item goes what its outputs are to be multiplied by.
   __device__ __forceinline__ void finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
                                          bool started, float sink) const {
-#pragma unroll
-    for (int n = 0; n < kN / 4; ++n) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
-    }
-    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
-    float* const sums = floats(L::kReduce);
-    sync_threads(1, 128);  // nobody reads what else was here any more
-    if (g == 0)
-#pragma unroll
-      for (int n = 0; n < kN / 4; ++n) sums[group_warp * kN + n / 2 * 8 + t * 2 + n % 2] = sum[n];
     const int head = thread();
-    // Before the barrier: after it, other lanes write the next item's.
-    const float largest = head < kN && started ? floats(L::kMaximum)[head] : kNoMaximum;
-    sync_threads(1, 128);
+    const auto [largest, total] = maximum_and_sum(sum, started);
     if (head >= kN) return;
-    const float total = sums[head] + sums[kN + head] + sums[2 * kN + head] + sums[3 * kN + head];
     float* const factors = floats(L::kFactor);
     if (p.splits > 1) {
       factors[head] = largest, factors[kN + head] = total;

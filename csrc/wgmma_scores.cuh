@@ -10,7 +10,8 @@ template <bool FP8, int N>
 struct Scores : Storage<FP8, N> {
   using Base = Storage<FP8, N>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::guess_maximum, Base::raise_maximum;
+  using Base::maximum_and_sum;
   using L = Layout<FP8, N>;
 
   // Scores of 64 keys, S^T = K Q^T.
@@ -106,53 +107,14 @@ struct Scores : Storage<FP8, N> {
     }
     const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
     drop_missing(s, mine, g);
-    if (!started && reference) {
-      // What the first two scores suggest; a real maximum is searched for when a score is far above it.
-      if (group_warp == 0 && g == 0)
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-          maximum[n * 4] =
-              make_float2(fmaxf(s[n * 4], s[n * 4 + 2]) + kMargin, fmaxf(s[n * 4 + 1], s[n * 4 + 3]) + kMargin);
-      sync_threads(1, 128);
-      lower(s, maximum);
-    }
+    if (!started && reference) guess_maximum(s);
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
     for (int i = 0; i < N / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));
     const bool raised = any && sync_any(1, 128, excess > kSlack);
     barrier_wait(used(buffer), tile / 2 & 1 ^ 1);
-    if (threadIdx.x % 128 == 0) states()[buffer] = raised && started;
-    if (raised) {
-      float* const reduce = floats(L::kReduce);
-#pragma unroll
-      for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float largest = fmaxf(s[n * 4 + e], s[n * 4 + 2 + e]);
-#pragma unroll
-          for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
-          if (g == 0) reduce[group_warp * N + n * 8 + t * 2 + e] = largest;
-        }
-      sync_threads(1, 128);
-      const int head = threadIdx.x % 128;
-      if (head < N) {
-        const float largest =
-            fmaxf(fmaxf(reduce[head], reduce[N + head]), fmaxf(reduce[2 * N + head], reduce[3 * N + head]));
-        float* const to = floats(L::kMaximum) + head;
-        const float old = started || reference ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
-        *to = now;
-        reduce[head] = now - old;
-        floats(L::kCorrection)[buffer * N + head] = exp2_fast(old - now);
-      }
-      sync_threads(1, 128);
-      lower(s, reinterpret_cast<const float2*>(reduce) + t);
-      if (started)
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n) {
-          const float2 x = reinterpret_cast<const float2*>(floats(L::kCorrection) + buffer * N)[n * 4 + t];
-          sum[n * 2] *= x.x, sum[n * 2 + 1] *= x.y;
-        }
-    }
+    if (thread() == 0) states()[buffer] = raised && started;
+    if (raised) raise_maximum(s, sum, buffer, started || reference, started);
     started |= any;
 
     const uint32_t to = base + L::kWeights + buffer * L::kTerms * L::kTermBytes;
@@ -181,23 +143,9 @@ struct Scores : Storage<FP8, N> {
 
   // With the last weights of an item goes what its outputs are to be multiplied by.
   __device__ __forceinline__ void finish(float (&sum)[N / 4], int buffer, bool started, int odd) const {
-#pragma unroll
-    for (int n = 0; n < N / 4; ++n) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], mask);
-    }
-    const int g = lane / 4, t = lane % 4, group_warp = warp % 4;
-    float* const sums = floats(L::kReduce);
-    sync_threads(1, 128);  // nobody reads what else was here any more
-    if (g == 0)
-#pragma unroll
-      for (int n = 0; n < N / 4; ++n) sums[group_warp * N + n / 2 * 8 + t * 2 + n % 2] = sum[n];
-    const int head = threadIdx.x % 128;
-    // Before the barrier: after it, other lanes write the next item's.
-    const float largest = head < N && started ? floats(L::kMaximum)[head] : kNoMaximum;
-    sync_threads(1, 128);
+    const int head = thread();
+    auto [largest, total] = maximum_and_sum(sum, started);
     if (head < N) {
-      float total = sums[head] + sums[N + head] + sums[2 * N + head] + sums[3 * N + head];
       float* const factors = floats(L::kFactor);
       if (p.splits > 1) {
         factors[head] = largest, factors[N + head] = total;

@@ -64,11 +64,12 @@ __device__ __forceinline__ void store_partial(float* to, const float (&acc)[4][N
   }
 }
 
-// ---------------------------------------------------------------- barriers, with LAYOUT's kSlots and kBarriers
+// ---------------------------------------------------------------- of a block, with LAYOUT's places in shared memory
 
 template <typename PARAMS, typename LAYOUT>
 struct Pipeline : Thread<PARAMS> {
-  using Thread<PARAMS>::smem, Thread<PARAMS>::base;
+  using Base = Thread<PARAMS>;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::out_of;
 
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + LAYOUT::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + LAYOUT::kBarriers + i * 8; }
@@ -91,6 +92,106 @@ struct Pipeline : Thread<PARAMS> {
       barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // What follows from the lane is found again, and not kept in registers, which are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
+  }
+  __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
+
+  // ---------------------------------------------------------------- the maximum, by the warpgroup of the scores
+
+  // What the first two scores suggest; a real maximum is searched for when a score is far above it.
+  template <int N>
+  __device__ __forceinline__ void guess_maximum(float (&s)[N]) const {
+    const int lane = lane_again();
+    float2* const maximum = reinterpret_cast<float2*>(floats(LAYOUT::kMaximum)) + lane % 4;
+    if (warp % 4 == 0 && lane < 4)
+#pragma unroll
+      for (int i = 0; i < N; i += 4)
+        maximum[i] = make_float2(fmaxf(s[i], s[i + 2]) + kMargin, fmaxf(s[i + 1], s[i + 3]) + kMargin);
+    sync_threads(1, 128);
+    lower(s, maximum);
+  }
+
+  // The true maximum of what there is, `relative` to the one before, of which sums and outputs are to be corrected if
+  // weights have been `started`.
+  template <int N>
+  __device__ __forceinline__ void raise_maximum(float (&s)[N], float (&sum)[N / 2], int buffer, bool relative,
+                                                bool started) const {
+    constexpr int kHeads = 2 * N;
+    const int g = lane / 4, t = lane % 4;
+    float* const reduce = floats(LAYOUT::kReduce);
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float largest = fmaxf(s[i + e], s[i + 2 + e]);
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+        if (g == 0) reduce[warp % 4 * kHeads + i * 2 + t * 2 + e] = largest;
+      }
+    sync_threads(1, 128);
+    if (const int head = thread(); head < kHeads) {
+      const float largest = fmaxf(fmaxf(reduce[head], reduce[kHeads + head]),
+                                  fmaxf(reduce[2 * kHeads + head], reduce[3 * kHeads + head]));
+      float* const to = floats(LAYOUT::kMaximum) + head;
+      const float old = relative ? *to : 0.f, now = started ? fmaxf(largest, 0.f) + old : largest + old;
+      *to = now;
+      reduce[head] = now - old;
+      floats(LAYOUT::kCorrection)[buffer * kHeads + head] = exp2_fast(old - now);
+    }
+    sync_threads(1, 128);
+    lower(s, reinterpret_cast<const float2*>(reduce) + t);
+    if (started)
+#pragma unroll
+      for (int i = 0; i < N / 2; i += 2) {
+        const float2 x = reinterpret_cast<const float2*>(floats(LAYOUT::kCorrection) + buffer * kHeads)[i * 2 + t];
+        sum[i] *= x.x, sum[i + 1] *= x.y;
+      }
+  }
+
+  // Of the head that is the thread's, if it is one: the maximum, or kNoMaximum, and the sum of all weights.
+  template <int N>
+  __device__ __forceinline__ float2 maximum_and_sum(float (&sum)[N], bool started) const {
+    constexpr int kHeads = 4 * N;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], mask);
+    float* const sums = floats(LAYOUT::kReduce);
+    sync_threads(1, 128);  // nobody reads what else was here any more
+    if (lane / 4 == 0)
+#pragma unroll
+      for (int i = 0; i < N; ++i) sums[warp % 4 * kHeads + i / 2 * 8 + lane * 2 + i % 2] = sum[i];
+    const int head = thread();
+    // Before the barrier: after it, other lanes write the next item's.
+    const float maximum = head < kHeads && started ? floats(LAYOUT::kMaximum)[head] : kNoMaximum;
+    sync_threads(1, 128);
+    if (head >= kHeads) return make_float2(kNoMaximum, 0.f);
+    return make_float2(maximum, sums[head] + sums[kHeads + head] + sums[2 * kHeads + head] + sums[3 * kHeads + head]);
+  }
+
+  // ---------------------------------------------------------------- outputs
+
+  // Those of a token, of which a thread has eight dimensions from `dim` on, times their heads' factors.
+  template <int N, typename Factor>
+  __device__ __forceinline__ void write_outputs(const float (&acc)[4][N], int64_t token, int head0, int dim,
+                                                const Factor& factor_of) const {
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+      const int head = n / 2 * 8 + lane % 4 * 2 + n % 2, at = n / 2 * 4 + n % 2;
+      const float factor = factor_of(head);
+      uint32_t packed[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
+      if (head0 + head < p.heads)
+        *reinterpret_cast<uint4*>(out_of(token, head0 + head) + dim) =
+            make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    }
   }
 };
 
