@@ -73,16 +73,16 @@ struct MmaDivision {
       splits = blocks > gpu.sms ? 1 : 2;
       return;
     }
-    // 584-byte rows come in small tiles where a block can have one of these.
-    if (const int tiles = divide(columns, 64); format == RowFormat::kV4 && tiles <= kMmaMaxSplits &&
-                                               blocks * tiles <= gpu.sms &&
-                                               mma_clusters(format, MmaBlock::kHalf, tiles, gpu.device) >= blocks) {
-      block = MmaBlock::kHalf, splits = tiles;
-      return;
-    }
-    splits = cluster_splits(blocks, divide(columns, is_wide ? 64 : 128), kMmaMaxSplits, gpu.sms, [&](int splits) {
-      return mma_clusters(format, block, splits, gpu.device);
+    // 584-byte rows come in small tiles where a block has no more than two of these.
+    const bool is_v4 = format == RowFormat::kV4;
+    const auto block_of = [&](int splits) {
+      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
+    };
+    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
+    splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
+      return mma_clusters(format, block_of(splits), splits, gpu.device);
     });
+    block = block_of(splits);
   }
 };
 

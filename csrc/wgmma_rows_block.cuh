@@ -80,11 +80,17 @@ template <RowFormat FORMAT>
 struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   using L = Layout<FORMAT>;
   using Base = wgmma::Pipeline<RowParams, L>;
-  using Base::p, Base::warp, Base::lane;
+  using Base::p, Base::lane;
   const Turns turns;
 
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
+  }
+  // What follows from it is found again, and not kept in registers, which are few.
+  __device__ __forceinline__ int lane_again() const {
+    int again = lane;
+    asm volatile("" : "+r"(again));
+    return again;
   }
   __device__ __forceinline__ void init() const { Base::init(128, kOutputThreads); }
 };

@@ -164,7 +164,7 @@ struct Scores : Storage<FORMAT> {
     }
     const uint32_t mine = (group_warp & 2 ? there[1] : there[0]) >> (group_warp & 1) * 16 & 0xFFFF;
     wgmma::drop_missing(s, mine, g);
-    if (!started && reference) guess_maximum(s);
+    if (!started && reference) guess_maximum(s, maximum, lane);
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
     for (int i = 0; i < kN / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));

@@ -107,7 +107,7 @@ struct Scores : Storage<FP8, N> {
     }
     const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
     drop_missing(s, mine, g);
-    if (!started && reference) guess_maximum(s);
+    if (!started && reference) guess_maximum(s, maximum, lane);
     float excess = started || reference ? -INFINITY : INFINITY;
 #pragma unroll
     for (int i = 0; i < N / 2; i += 2) excess = fmaxf(excess, fmaxf(s[i], s[i + 1]));

@@ -94,22 +94,14 @@ struct Pipeline : Thread<PARAMS> {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // What follows from the lane is found again, and not kept in registers, which are few.
-  __device__ __forceinline__ int lane_again() const {
-    int again = lane;
-    asm volatile("" : "+r"(again));
-    return again;
-  }
-  __device__ __forceinline__ int thread() const { return warp % 4 * 32 + lane; }  // of its warpgroup
+  __device__ __forceinline__ int thread() const { return threadIdx.x % 128; }  // of its warpgroup
 
   // ---------------------------------------------------------------- the maximum, by the warpgroup of the scores
 
   // What the first two scores suggest; a real maximum is searched for when a score is far above it.
   template <int N>
-  __device__ __forceinline__ void guess_maximum(float (&s)[N]) const {
-    const int lane = lane_again();
-    float2* const maximum = reinterpret_cast<float2*>(floats(LAYOUT::kMaximum)) + lane % 4;
-    if (warp % 4 == 0 && lane < 4)
+  __device__ __forceinline__ void guess_maximum(float (&s)[N], float2* maximum, int lane) const {
+    if (warp % 4 == 0 && lane / 4 == 0)
 #pragma unroll
       for (int i = 0; i < N; i += 4)
         maximum[i] = make_float2(fmaxf(s[i], s[i + 2]) + kMargin, fmaxf(s[i + 1], s[i + 3]) + kMargin);

@@ -169,9 +169,10 @@ class Case:
     def has_64_heads_a_block(self):
         """The same of the kernel with 64 heads on M."""
         tokens, heads, tiles, sms = self.size()
-        if heads <= (32 if self.rows in PACKED else 16) or self.has_heads_on_n():
-            return False
         items, most = tokens * -(-heads // 64), sms // 2 if self.rows == "584" and tiles < 10 else sms // 4
+        is_prefill = self.rows == "512" and items > 8 * sms
+        if (heads <= (32 if self.rows in PACKED else 16) and not is_prefill) or self.has_heads_on_n():
+            return False
         return items > most or (tiles >= 16 and items * tiles >= (400 if heads <= 32 else 200))
 
     def size(self):
@@ -258,6 +259,15 @@ WITH_COLUMNS = [(3, 8, 70), *(pytest.param(140, heads, 200, marks=pytest.mark.gp
 @pytest.mark.parametrize("heads", [1, 3, 16, 33, 128])
 def test_heads(device, provider, rows, heads):
     Case(rows, device, heads=heads, batch=2, seed=heads).check(provider)
+
+
+@pytest.mark.gpu
+def test_prefill_of_few_heads_over_bf16_rows(device):
+    skip_unless_served("sm90")
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    case = Case("512", device, batch=8 * sms + 1, heads=9, columns=200, seed=2)
+    assert case.has_64_heads_a_block()
+    case.check("sm90")
 
 
 @pytest.mark.gpu
