@@ -455,7 +455,7 @@ def test_variants_lack_an_image_only(name, tmp_path):
     assert f"kubectl apply -k {settings.parent}\n" in done.stdout
 
 
-TAG = ":0.22.1-0.2.0-g000000000000"
+TAG = ":0.22.1-0.3.0-g000000000000"
 
 
 @pytest.mark.parametrize(
