@@ -4,7 +4,7 @@
     python benchmarks/experts.py --out benchmarks/results/experts_h200.json
 
 Needs a GPU and vLLM 0.21.0 to 0.23.0; Humming before 0.23.0 also the series `humming-experts`, and FP8 weights
-(`fp8`, by DeepGEMM) the series `fp8-experts`. No GPU has run it.
+(`fp8`, by DeepGEMM) the series `fp8-experts`.
 For the share of one of four and one of eight tensor-parallel GPUs (every expert's width divided): random weights,
 a router that takes six of 256 experts by chance, 1 to 8192 tokens; no shared experts, nothing sent between GPUs.
 Every backend gets the same and has to agree with float32 on the dequantised weights, or its time is not told but

@@ -41,7 +41,7 @@ FEW = (8, 16)  # heads
 CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
-SHARE, SHARE_FP8 = ("serve_share_h200",), ("serve_share_fp8_h200",)  # the second is older
+SHARE = ("serve_share_h200",)
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
@@ -149,8 +149,7 @@ def choosing() -> str:
         rows[f"Attention, {phase}"] = ["1", *(few_heads(store, phase) for store in ("584", "fp8", "bf16"))]
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
-    shares = {"dropin": SHARE, "fp8": SHARE_FP8}
-    own = (span(ratios(store, "output_throughput", names)) for store, names in shares.items())
+    own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
     title = f"The same, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
@@ -211,12 +210,11 @@ def models() -> str:
     return markdown(["", "prefill", *(f"decode, {n}" for n in calls[1:]), "tokens in 1 GiB"], rows)
 
 
-def serving(names: Iterable[str] = SERVING, without: str = "") -> str:
+def serving(names: Iterable[str] = SERVING) -> str:
     rows = [[count, NAMES[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
-            for count, runs in sorted(served(names).items()) for store, run in runs.items()
-            if store != without]  # fmt: skip
+            for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
     times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
@@ -225,10 +223,6 @@ def serving(names: Iterable[str] = SERVING, without: str = "") -> str:
 
 def serving_share() -> str:
     return serving(SHARE)
-
-
-def serving_share_fp8() -> str:
-    return serving(SHARE_FP8, without="dropin")  # which has been measured again
 
 
 def decode_step() -> str:
@@ -246,7 +240,8 @@ def decode_step() -> str:
 def steps() -> str:
     """The largest mean KL of decode steps that each step of features_e2e.py measured."""
     found: dict[str, dict[str, float | None]] = {}
-    for result in (load("features_h200"), load("features_h200x4"), load("features_drop_in_h200")):
+    names = ("features_h200", "features_h200x4", "features_drop_in_h200", "features_drop_in_h200_1bcf04f")
+    for result in map(load, names):
         for store, steps_of_store in result["steps"].items():
             for step, ran in steps_of_store.items():
                 kls = [check["measured"] for name, check in ran["checks"].items() if "decode: mean KL" in name]
@@ -261,7 +256,7 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, serving,
-    serving_share, serving_share_fp8, decode_step, steps,
+    serving_share, decode_step, steps,
 )}  # fmt: skip
 
 

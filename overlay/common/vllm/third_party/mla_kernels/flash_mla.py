@@ -26,9 +26,8 @@ PROVIDERS = ("reference", "triton", "sm90")
 # whatever the model has: {row format: {up to heads: ((from, to) tokens, ...)}}, None
 # for any number. Measured on an H200, and but for packed rows of more than 16 heads on
 # an H100, against FlashMLA of vLLM 0.22.1: benchmarks/results/stock_rows_*.json and
-# small_batches_h200.txt. BF16 rows of 512 were measured in prefill, where 8 and 16
-# heads take up to 5% longer than FlashMLA's 64. But with so few vLLM 0.33.0 calls it
-# for V4.1, which takes FlashMLA longer. In small calls they go by those of 576.
+# small_batches_h200.txt. BF16 rows of 512 were measured in prefill; in small calls
+# they go by those of 576.
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
     V4.name: {32: ((0, None),), 128: ((0, 512),)},
