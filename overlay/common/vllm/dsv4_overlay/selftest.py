@@ -27,9 +27,13 @@ import vllm
 class Warned(Exception):
     """This machine could do better; the text says how."""
 
+    result = "warning"
+
 
 class Skipped(Exception):
     """There is nothing here to check; the text says why."""
+
+    result = "skipped"
 
 
 def check_files() -> str:
@@ -44,10 +48,8 @@ def check_files() -> str:
         # patches are applied.
         if entry["action"] != "updated":
             found = hashlib.sha256(path.read_bytes()).hexdigest()
-            expect(
-                found == entry["sha256_after"],
-                f"{path} was edited since it was applied",
-            )
+            same = found == entry["sha256_after"]
+            expect(same, f"{path} was edited since it was applied")
     commit = (record["overlay_commit"] or "unknown commit")[:12]
     return (
         f"{len(record['files'])} files are as applied: overlay "
@@ -56,24 +58,19 @@ def check_files() -> str:
 
 
 def check_gpu() -> str:
-    from vllm.dsv4_overlay.config import (
-        check_machine,
-        falls_back,
-        serves,
-        vllm_serves_itself,
-    )
+    from vllm.dsv4_overlay import config
     from vllm.third_party.mla_kernels import pick_provider
 
     if not torch.cuda.is_available():
         raise Skipped("no GPU: kernels were interpreted on the CPU")
     major, minor = torch.cuda.get_device_capability()
     found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-    if vllm_serves_itself():
+    if config.vllm_serves_itself():
         return f"{found}; vLLM's own backend serves here"
-    if not serves((major, minor)):
+    if not config.serves((major, minor)):
         raise Warned(f"{found}; the backend serves Hopper and Blackwell only")
-    check_machine()
-    if problem := falls_back("cuda"):
+    config.check_machine()
+    if problem := config.falls_back("cuda"):
         raise Warned(f"{found}; {problem}")
     return "{}; attention by {}: {}".format(found, *pick_provider("cuda"))
 
@@ -125,16 +122,11 @@ def main() -> int:
     checks, counts = all_checks(), {"ok": 0, "warning": 0, "skipped": 0, "FAILED": 0}
     width = max(len(label) for label, _, _ in checks)
     tqdm.write(f"{'check':{width}}  result   detail")
-    for label, check, arguments in tqdm(
-        checks, unit="check", leave=False, disable=None
-    ):
+    for label, check, arguments in tqdm(checks, leave=False, disable=None):
         try:
             result, detail = "ok", check(*arguments)
         except (Warned, Skipped) as error:
-            result, detail = (
-                ("warning" if isinstance(error, Warned) else "skipped"),
-                str(error),
-            )
+            result, detail = error.result, str(error)
         except Exception as error:  # whatever it is, it is the result of this check
             place = traceback.extract_tb(error.__traceback__)[-1]
             result, detail = "FAILED", str(error).partition("\n")[0]
