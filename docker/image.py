@@ -21,6 +21,8 @@ from dsv4_overlay_tools.series import Stack, find_series, load_series, release_f
 
 NAME = "vllm-dsv4-overlay"
 BASE = "docker.io/vllm/vllm-openai"
+# Options of a builder by which an image is another one than its tag says.
+OTHER_CONTENT = ("--build-arg", "--platform", "--target", "--file", "-f", "--build-context")
 # Each with a command that fails if it cannot build: a docker without its daemon or without BuildKit, for one.
 BUILDERS = {
     "docker": ["docker", "buildx", "inspect"],
@@ -184,7 +186,7 @@ def build(root: Path, args: argparse.Namespace, options: list[str]) -> str:
     if not args.tag and (commit.dirty or not commit.revision):
         why = "has changes that are not committed" if commit.dirty else "is not a git checkout"
         raise Refusal("no-tag", f"{root} {why}, so no tag could say what is in the image; commit, or give --tag.")
-    if not args.tag and any(option.startswith("--build-arg") for option in options):
+    if not args.tag and any(option.startswith(OTHER_CONTENT) for option in options):
         raise Refusal("no-tag", "A build with other arguments has another content than its tag says; give --tag.")
     builder = args.builder or working_builder()
     if not shutil.which(builder):
