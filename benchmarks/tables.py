@@ -108,9 +108,10 @@ def headline() -> str:
     share = span((ratio * 100 - 100 for ratio in ratios("dropin", "output_throughput", SHARE)), ".0f")
     return (
         f"**On H200 with 8 or 16 heads on each GPU, attention in decode (writing answers) is {full} times "
-        f"as fast as\nFlashMLA with the full-width cache in FP8, and {drop_in} times with the drop-in. It is a small "
-        f"part of a server's\nwork: V4-Flash's shape with {weights} weights wrote {more}% more tokens per second on "
-        f"four H200 (full-width cache,\nFP8). With the drop-in, one H200 with one GPU's share wrote {share}% more.**\n"
+        f"as fast as\nFlashMLA with the full-width cache in FP8, and {drop_in} times with the drop-in. "
+        f"It is a small part of a server's\nwork: V4-Flash's shape with {weights} weights wrote {more}% more "
+        "tokens per second on four H200 (full-width cache,\n"
+        f"FP8). With the drop-in, one H200 with one GPU's share wrote {share}% more.**\n"
     )
 
 
