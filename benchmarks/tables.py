@@ -111,7 +111,7 @@ def headline() -> str:
         f"as fast as\nFlashMLA with the full-width cache in FP8, and {drop_in} times with the drop-in. "
         f"It is a small part of a server's\nwork: V4-Flash's shape with {weights} weights wrote {more}% more "
         "tokens per second on four H200 (full-width cache,\n"
-        f"FP8). With the drop-in, one H200 with one GPU's share wrote {share}% more.**\n"
+        f"FP8). With the drop-in, one H200 doing one GPU's share of that wrote {share}% more.**\n"
     )
 
 
@@ -151,7 +151,7 @@ def choosing() -> str:
     own = (span(ratios(store, "output_throughput")) for store in ("fp8", "bf16"))
     rows[f"Served tokens a second, TP 4, {span(served(), 'd')} requests"] = ["1", "not measured", *own]
     own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
-    title = f"The same, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
+    title = f"One H200 doing one GPU's share of that, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
