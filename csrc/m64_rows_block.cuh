@@ -132,21 +132,6 @@ struct Item {
 };
 
 // Asked for here, and not where it is needed; 0 if not.
-template <bool FIRST>
-__device__ __forceinline__ uint4 load_wide(const uint8_t* from, bool is_asked) {
-  uint4 x;
-  if constexpr (FIRST)
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-                 "@p ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;}"
-                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-                 : "l"(from), "l"(evict_first()), "r"(static_cast<int>(is_asked)) : "memory");
-  else
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-                 "@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
-                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-                 : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
-  return x;
-}
 template <bool IS_BYTE>
 __device__ __forceinline__ uint32_t load_scale(const uint8_t* from, bool is_asked) {
   uint32_t x;

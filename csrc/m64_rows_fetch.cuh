@@ -57,7 +57,7 @@ struct Fetch : Storage<FORMAT> {
         x.scales[k] = load_scale<true>(rows[k] + int64_t{further[k]} * 8 + lane % 8, exists && lane % 8 < L::kGroups);
       else
         x.scales[k] = load_scale<false>(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
-      x.wide[k] = load_wide<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
+      x.wide[k] = load16<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
     }
   }
   // Finds the powers of two that rows are divided by, so that no value reaches 2^15. The 16 rows have the same if all

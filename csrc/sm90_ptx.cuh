@@ -50,6 +50,31 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// 16 bytes, asked for here, and not where they are needed; 0 if not. FIRST as above.
+template <bool FIRST>
+__device__ __forceinline__ uint4 load16(const uint8_t* from, bool is_asked) {
+  uint4 x;
+  if constexpr (FIRST)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+                 "@p ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;}"
+                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+                 : "l"(from), "l"(evict_first()), "r"(static_cast<int>(is_asked)) : "memory");
+  else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+                 "@p ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+                 : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
+  return x;
+}
+// The same of 8 bytes.
+__device__ __forceinline__ uint2 load8(const uint8_t* from, bool is_asked) {
+  uint2 x;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
+               "@p ld.global.v2.u32 {%0,%1}, [%2];}"
+               : "=&r"(x.x), "=&r"(x.y) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
+  return x;
+}
+
 // x / by, below 2^31.
 __device__ __forceinline__ uint32_t divided(uint32_t x, const Divisor& by) {
   return __umulhi(by.magic, x) + x >> by.shift;

@@ -1,10 +1,9 @@
 // Sparse MLA over packed rows of vLLM's own caches, more than 16 heads, for Hopper: docs/sm90-sparse-mla.md.
 //
 // As in sparse_mla_wgmma.cu a block takes 32 heads of one token after another, with rows on M and heads on N of wgmma:
-// scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a ring and finds
-// the power of two that each is divided by; one computes scores and weights of a tile of 64 keys; two add it to the
-// outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16 and
-// are multiplied by the ratio of their scale to the row's power: no widened row is ever stored.
+// scores are S^T = K Q^T, outputs O^T = V^T P^T. Rows become fp16 once, divided by a power of two, in shared memory,
+// and both products take them from there. Each warpgroup has a role: two fetch rows into registers and widen them into
+// a ring of two tiles of 64 keys; one computes scores and weights of a tile; one adds it to the outputs.
 // Few tokens: up to eight blocks that share a token's keys form a cluster and merge through each other's shared memory.
 
 #include <cooperative_groups.h>
@@ -17,108 +16,55 @@ namespace cg = cooperative_groups;
 namespace mla {
 namespace wgmma_rows {
 
-// Outputs, 256 dimensions a warpgroup, 64 a warp.
+// Outputs, all 512 dimensions.
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::token;
   using L = Layout<FORMAT>;
-  static constexpr int kN = kHeads;
+  static constexpr int kN = kHeads, kBlocks = kDim / 64;
 
-  // The first of the 8 dimensions of this thread: rows g and g + 8 of its warp's part of four M = 64 blocks.
-  __device__ __forceinline__ int dim0() const { return warp * 64 + lane / 4 * 8; }
-
-  __device__ __forceinline__ void wait_weights(float (&acc)[4][kN / 2], uint32_t tile) const {
-    const int t = lane % 4, buffer = tile % 2;
+  // O^T += V^T P^T of a tile's 64 keys. V^T is read across its rows, of which a block is 64 dimensions.
+  __device__ __forceinline__ void outputs(float (&acc)[kBlocks][kN / 2], uint32_t tile) const {
+    const int slot = tile % L::kSlots, buffer = tile % 2;
+    uint32_t rows_at = base + L::kRing + slot * L::kSlotBytes;
+    asm volatile("" : "+r"(rows_at));
+    const uint64_t rows = descriptor(rows_at), weights = descriptor(base + L::kWeights + buffer * L::kWeightBytes);
+    barrier_wait(full(slot), tile / L::kSlots & 1);
     barrier_wait(ready(buffer), tile / 2 & 1);
     if (states()[buffer])  // the maximum was raised
-      wgmma::correct<1>(acc, floats(L::kCorrection) + buffer * kN, t);
-  }
-
-  // O^T += V^T P^T of a tile's 64 keys.
-  __device__ __forceinline__ void outputs(float (&acc)[4][kN / 2], uint32_t tile) const {
-    const uint64_t b = descriptor(base + L::kWeights + tile % 2 * L::kWeightBytes);
-    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions: narrow ones, or
-    // in the last warp, where they are values, wide ones.
-    const int t = lane % 4;
-    const bool is_wide = L::kHasWideValues && warp == kDim / 64 - 1;
-    const int line = (is_wide ? L::kWideLine : warp / 2) * 1024;
-    const int chunk = is_wide ? lane / 4 : warp % 2 * 4 + lane / 8, within = is_wide ? 0 : lane / 4 % 2 * 8;
-    const int even_row = line + swizzled(2 * t, chunk) + within, odd_row = line + swizzled(2 * t + 1, chunk) + within;
-    const int group = is_wide ? 0 : warp * 64 / L::kGroup;
-    uint32_t a[2][4][4], raw[4][L::kHasWideValues ? 4 : 2], ratios[2];
-    const auto read = [&](int step) {
-      const uint32_t count = 2 * tile + step / 2, slot = count % L::kSlots;
-      if (step % 2 == 0) barrier_wait(full(slot), count / L::kSlots & 1);
-      const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
-      const auto row = [&](int k) { return rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row); };
-      if constexpr (L::kHasWideValues)
-        if (is_wide) {
+      wgmma::correct<1>(acc, floats(L::kCorrection) + buffer * kN, lane % 4);
+    products_begin();
 #pragma unroll
-          for (int k = 0; k < 4; ++k) read_words(raw[k], row(k));
-          return;
-        }
+    for (int step = 0; step < 4; ++step)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) read_words(reinterpret_cast<uint32_t(&)[2]>(raw[k]), row(k));
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        ratios[k] = *reinterpret_cast<const uint32_t*>(
-            smem + L::kRatios + ((slot * L::kGroups + group) * 32 + step % 2 * 16 + k * 8 + 2 * t) * 2);
-    };
-    // Two keys of one dimension to a register.
-    const auto to_operand = [&](uint32_t (&to)[4][4]) {
-      if constexpr (L::kHasWideValues)
-        if (is_wide) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int m = i / 2, k = i % 2;
-            to[m][2 * k] = __byte_perm(raw[2 * k][m], raw[2 * k + 1][m], 0x5410);
-            to[m][2 * k + 1] = __byte_perm(raw[2 * k][m], raw[2 * k + 1][m], 0x7632);
-          }
-          return;
-        }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int m = i % 4, k = i / 4;
-        const uint32_t pairs = __byte_perm(raw[2 * k][m / 2], raw[2 * k + 1][m / 2], m % 2 ? 0x7362 : 0x5140);
-        to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
-      }
-    };
-    read(0);
-    to_operand(a[0]);
-    wait_weights(acc, tile);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kSlots));  // its rows are in registers
-      products_begin();
-#pragma unroll
-      for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step & 1][m], b + step * 2);
-      products_commit();
-      if (step < 3) {
-        read(step + 1);
-        products_wait<1>();
-        to_operand(a[step & 1 ^ 1]);
-      }
-    }
+      for (int m = 0; m < kBlocks; ++m)
+        half_product<true, true>(acc[m], rows + ((m * L::kBlockBytes + step * 16 * 128) >> 4), weights + step * 2);
+    products_commit();
     products_wait<0>();
+    barrier_arrive(empty(slot));
   }
 
   __device__ __forceinline__ void multiply() const {
-    const int t = lane % 4;
+    const int g = lane / 4, t = lane % 4;
     uint32_t tile = 0;
     KeyLengths lengths(p, turns[0]);
     {
       // The first item's q is loaded here, because there is nothing else to do yet.
-      PartOfQ<FORMAT, 8> q;
-      q.load(p, Item(p, turns[0], lengths).token, head0(turns[0]), warp, lane);
-      q.store(p, warp, lane, smem + L::kQ, floats(L::kScale));
+      PartOfQ<FORMAT, 8> q[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) q[k].load(p, token(turns[0]), head0(turns[0]), warp + k * 4, lane);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) q[k].store(p, warp + k * 4, lane, smem + L::kQ, floats(L::kScale));
       barrier_arrive(q_full(0));
     }
+    // The dimension of row 8 * half + g of this warp's part of block m.
+    const auto dim_of = [&](int m, int half, int g) { return m * 64 + warp * 16 + half * 8 + g; };
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const Item item(p, i, lengths);
       lengths = KeyLengths(p, turns[turn + 1]);
-      float acc[4][kN / 2] = {};
+      float acc[kBlocks][kN / 2] = {};
       for (int left = item.tiles; left > 0; --left, ++tile) {
         outputs(acc, tile);
         if (left > 1) barrier_arrive(used(tile % 2));
@@ -126,13 +72,36 @@ struct Outputs : Storage<FORMAT> {
       if (p.splits > 1) {
         sync_threads(2, kOutputThreads);
         // Partial outputs take the place of the ring, which everybody has left.
-        wgmma::store_partial(floats(L::kRing), acc, dim0(), t);
+        float* const partial = floats(L::kRing);  // [heads][512]
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+          for (int j = 0; j < kN / 2; ++j)
+            partial[wgmma::partial_at(j / 4 * 8 + t * 2 + j % 2, dim_of(m, j / 2 % 2, g))] = acc[m][j];
         return;
       }
       // With the last weights came the factors.
       const int last = (tile + 1) % 2;
-      const float* const factors = floats(L::kFactor) + last * kN;
-      write_outputs(acc, item.token, head0(i), dim0(), [&](int head) { return factors[head]; });
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        const float2 factor = reinterpret_cast<const float2*>(floats(L::kFactor) + last * kN)[n * 4 + t];
+        const int head = head0(i) + n * 8 + g;
+        __nv_bfloat16* const to = out_of(item.token, min(head, p.heads - 1));
+        // Of four blocks of 8 dimensions, the four lanes of a head have two of each, and then eight of one each.
+#pragma unroll
+        for (int m = 0; m < kBlocks; m += 2) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float* const x = acc[m + k / 2] + n * 4 + k % 2 * 2;
+            packed[k] = transposed8(pack_bf16(x[0] * factor.x, x[1] * factor.y));
+          }
+          wgmma::transpose4(packed, t);
+          if (head < p.heads)
+            *reinterpret_cast<uint4*>(to + dim_of(m + t / 2, t % 2, 0)) =
+                make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+      }
       barrier_arrive(used(last));
     }
   }
@@ -201,12 +170,12 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
   const auto while_merging = [&] {
     if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
   };
-  if (warp >= 12) {
+  if (warp >= 8) {
     give_registers<L::kFetchRegisters>();
     Fetch<FORMAT>{block()}.template fetch<FIRST>();
     while_merging();
-  } else if (warp >= 8) {
-    take_registers<L::kScoreRegisters>();
+  } else if (warp >= 4) {
+    give_registers<L::kScoreRegisters>();
     Scores<FORMAT>{block()}.weigh();
     while_merging();
   } else {

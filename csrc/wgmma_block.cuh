@@ -45,10 +45,10 @@ __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], 
   MLA_WGMMA(32, MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
 }
 
-#define MLA_WGMMA_SHARED(n, registers, outputs, a, b, add, across)                                 \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                        \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
-               ", p, 1, 1, " across ", 0;}"                                                         \
+#define MLA_WGMMA_SHARED(n, type, registers, outputs, a, b, add, across)                                 \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0;\n"                                              \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " a ", " b \
+               ", p, 1, 1, " across ", 0;}"                                                               \
                : outputs                                                                            \
                : "l"(a_descriptor), "l"(b_descriptor), "n"(ADD), "n"(ACROSS))
 
@@ -56,15 +56,21 @@ __device__ __forceinline__ void product(float (&d)[16], const uint32_t (&a)[4], 
 // twice the heads where both terms of weights are columns of one product.
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor) {
-  MLA_WGMMA_SHARED(16, MLA_D8, MLA_F8(d, 0), "%8", "%9", "%10", "%11");
+  MLA_WGMMA_SHARED(16, "bf16", MLA_D8, MLA_F8(d, 0), "%8", "%9", "%10", "%11");
 }
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
-  MLA_WGMMA_SHARED(32, MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19");
+  MLA_WGMMA_SHARED(32, "bf16", MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19");
 }
 template <bool ADD, bool ACROSS = false>
 __device__ __forceinline__ void product(float (&d)[32], uint64_t a_descriptor, uint64_t b_descriptor) {
-  MLA_WGMMA_SHARED(64, MLA_D32, MLA_F32(d, 0), "%32", "%33", "%34", "%35");
+  MLA_WGMMA_SHARED(64, "bf16", MLA_D32, MLA_F32(d, 0), "%32", "%33", "%34", "%35");
+}
+
+// Both fp16.
+template <bool ADD, bool ACROSS = false>
+__device__ __forceinline__ void half_product(float (&d)[16], uint64_t a_descriptor, uint64_t b_descriptor) {
+  MLA_WGMMA_SHARED(32, "f16", MLA_D16, MLA_F16(d, 0), "%16", "%17", "%18", "%19");
 }
 
 // Of four lanes, whose numbers end in t: word i of lane t and word t of lane i change places.
@@ -213,7 +219,7 @@ struct Storage : Pipeline<Params, Layout<FP8, N>> {
 
   __device__ __forceinline__ void init() const {
     // A quarter is for one of the two warpgroups.
-    Pipeline<Params, L>::init(128 + 4, FP8 ? kOutputThreads : 128);
+    Pipeline<Params, L>::init(128 + 4, FP8 ? kOutputThreads : 128, kOutputThreads);
   }
 };
 

@@ -8,26 +8,18 @@
 namespace mla {
 namespace wgmma_rows {
 
-using wgmma::kOutputThreads;
 using wgmma::kThreads;
 using wgmma::largest_of;
+using wgmma::half_product;
 using wgmma::product;
 using wgmma::to_half;
 
 inline constexpr int kHeads = 32;  // of an item, at most
+inline constexpr int kOutputThreads = 128, kFetchThreads = 256;  // of kThreads; between them 128 for scores
 inline constexpr int kMaxSplits = kWgmmaRowsMaxSplits;
 
 using Item = Keys<kTile>;
 
-// d (64 x 32, fp32) = a (64 x 16, in registers) times b (16 x 32, in shared memory), both BF16, plus d if ADD.
-template <bool ADD>
-__device__ __forceinline__ void bf16_product(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" MLA_D16
-               "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-               : MLA_F16(d, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
-}
 // Of two values, fp16.
 __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
   const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
@@ -46,31 +38,28 @@ struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kHasTail = R::kDims > kDim;  // 64 dimensions of keys alone, BF16
   static constexpr bool kHasFloatScales = R::kScales == Scales::kFloat;
-  static constexpr int kOutputRegisters = kHasTail ? 128 : 136, kScoreRegisters = kHasTail ? 176 : 160;
-  static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
-  static constexpr int kSlots = 7;                   // of the ring, half of a tile's rows each
-  // Rows lie in groups of 8: their first 128 bytes, swizzled, then their next; the wide part is the last line.
-  static constexpr int kGroupBytes = 8 * R::kPitch, kSlotBytes = kTile / 2 * R::kPitch;
-  static constexpr int kWideAtGroup = 1024 * R::kWideLine;
+  // Warpgroups: one for outputs, one for scores and weights, two that fetch and widen rows.
+  static constexpr int kOutputRegisters = 160, kScoreRegisters = 96, kFetchRegisters = 128;
+  static constexpr int kSlots = 2;  // of the ring, a tile each: as 8 operands of 64 dimensions, fp16, 128 bytes a row
+  static constexpr int kBlockBytes = kTile * 128, kSlotBytes = kDim / 64 * kBlockBytes;
   static constexpr int kQBytes = kHeads * R::kDims * 2, kWeightBytes = kHeads * kTile * 2;
-  static constexpr int kQ = 0;                                  // [items, even and odd]
+  static constexpr int kRing = 0;                               // [slots]
+  static constexpr int kTail = kRing + kSlots * kSlotBytes;     // [slots] dimensions of keys alone, BF16
+  static constexpr int kQ = kTail + (kHasTail ? kSlots * kBlockBytes : 0);  // [items, even and odd]
   static constexpr int kWeights = kQ + 2 * kQBytes;             // [2]
-  static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
-  // [slots][32 rows][16 bytes]: scales as they come. Of UE8M0 ones then, fp16, their ratios to the row's power of two,
-  // of which the last two bytes have the exponent.
-  static constexpr int kOfRows = kRing + kSlots * kSlotBytes;
-  static constexpr int kRatios = kOfRows + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
-  static constexpr int kScale = kRatios + kSlots * R::kGroups * 32 * 2;  // [items, even and odd][kHeads]
+  static constexpr int kScale = kWeights + 2 * kWeightBytes;    // [items, even and odd][kHeads]
   static constexpr int kMaximum = kScale + 2 * kHeads * 4;      // [kHeads]
   static constexpr int kReduce = kMaximum + kHeads * 4;         // [4 warps][kHeads]: largest score, or sum
   static constexpr int kCorrection = kReduce + 4 * kHeads * 4;  // [weights][kHeads]
   static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of partial output: maxima, sums
   static constexpr int kState = kFactor + 2 * kHeads * 4;       // [weights]: whether outputs are to be corrected
-  static constexpr int kThere = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
-  static constexpr int kTurns = kThere + kSlots * 4;
+  static constexpr int kThere = kState + 8;                     // [slots][8 warps that fetch]: a bit for every row
+  // [slots][64 rows]: the power of two that a row was divided by, as the exponent of a float32.
+  static constexpr int kPowers = kThere + kSlots * 8;
+  static constexpr int kTurns = kPowers + kSlots * kTile;
   static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
   static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
-  static_assert(R::kPitch == 640 && R::kWide == 64, "the wide part is one line of 128 bytes, after four");
+  static_assert(kQ % 1024 == 0 && kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
   static_assert(kHeads * kDim * 4 <= kSlots * kSlotBytes, "partial output must fit the ring");
 };
@@ -86,13 +75,14 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
   }
+  __device__ __forceinline__ int64_t token(int item) const { return item / (p.splits * p.head_blocks); }
   // What follows from it is found again, and not kept in registers, which are few.
   __device__ __forceinline__ int lane_again() const {
     int again = lane;
     asm volatile("" : "+r"(again));
     return again;
   }
-  __device__ __forceinline__ void init() const { Base::init(128, kOutputThreads); }
+  __device__ __forceinline__ void init() const { Base::init(kFetchThreads, kOutputThreads, kOutputThreads); }
 };
 
 // The heads of q that a warp, of WARPS, brings into shared memory as B operand: 512 dimensions fp16, those of keys
@@ -140,12 +130,7 @@ struct PartOfQ {
       const float power = to_half(raw[i], largest[i]);
       if (L::kHasTail && lane / 8 == i) inverse = __float_as_uint(power_below(largest[i]).y) >> 16;
       if (lane == 0) scales[row] = scale * power;
-      // Of 16 E4M3 dimensions of a row, a thread's word holds 4t to 4t + 3; they become columns 2t, 2t + 1, 2t + 8 and
-      // 2t + 9 of its A fragment, so q is put in that order. Wide ones are in that of memory.
-      const uint4 a = raw[i][0], b = raw[i][1];
-      const bool is_wide = lane * 16 >= L::kNarrow;
-      const uint4 low = is_wide ? a : make_uint4(a.x, a.z, b.x, b.z);
-      const uint4 high = is_wide ? b : make_uint4(a.y, a.w, b.y, b.w);
+      const uint4 low = raw[i][0], high = raw[i][1];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int h = j ^ lane >> 2 & 1;  // neighbours write to different banks

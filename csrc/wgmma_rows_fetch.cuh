@@ -1,4 +1,4 @@
-// Rows and q of sparse_mla_wgmma_rows.cu on their way, which one warpgroup fetches.
+// Rows of sparse_mla_wgmma_rows.cu on their way, which two warpgroups fetch and widen.
 #pragma once
 
 #include "wgmma_rows_block.cuh"
@@ -6,216 +6,137 @@
 namespace mla {
 namespace wgmma_rows {
 
+// A warp has 8 rows of every tile, and four lanes a row. Of each 64 bytes of its parts a lane has 16, which come into
+// registers while the tile before is widened.
 template <RowFormat FORMAT>
 struct Fetch : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::q_full;
-  using Base::q_empty, Base::turns, Base::lane_again, Base::head0;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::full, Base::empty, Base::turns, Base::lane_again;
   using L = Layout<FORMAT>;
-  // A slot is prepared when the copies of so many later ones have begun. A slot is free once two tiles of the others
-  // are multiplied, so that nobody waits for one that is not prepared.
-  static constexpr int kBehind = 2;
-  static_assert(L::kSlots >= 4 + kBehind + 1, "or else all wait for each other");
+  using KeyScales = RowScales<L::kScales>;
+  static constexpr int kNarrowChunks = L::kNarrow / 64, kWideChunks = L::kWide * 2 / 64;  // of a lane
 
-  // A warp has 8 rows of every slot. Eight lanes copy 128 bytes of a row, 16 each, so that a lane has part of rows
-  // lane / 8 and 4 further; the lane that has looked up a row, `first_lane` + r, copies its scales.
-  struct Addresses {
-    const uint8_t *rows[2], *scales;
+  struct Part {
+    uint4 narrow[kNarrowChunks], wide[kWideChunks];
+    KeyScales scales;
+    unsigned there;  // a bit for each of the warp's rows
   };
-  // Both are passed on before the first copy: a shuffle after it would wait until the copy has left.
-  __device__ __forceinline__ Addresses pass_on(const uint8_t* mine, const uint8_t* scales, int first_lane) const {
-    const int lane = lane_again();
-    Addresses a;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(mine), first_lane + lane / 8 + k * 4);
-      a.rows[k] = reinterpret_cast<const uint8_t*>(row) + lane % 8 * 16;
-      asm volatile("" : "+l"(a.rows[k]));
-    }
-    a.scales = scales;
-    return a;
-  }
+
   template <bool FIRST>
-  __device__ __forceinline__ void copy(const Addresses& from, int slot, int first_lane, unsigned there) const {
+  __device__ __forceinline__ void ask_for(Part& part, const Pool& pool, int index) const {
+    const Row row(pool, index);
     const int lane = lane_again();
-    uint32_t to = base + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + swizzled(lane / 8, lane % 8);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint8_t* const row = from.rows[k];
-      const int bytes = there >> (lane / 8 + k * 4) & 1 ? 16 : 0;
-#pragma unroll
-      for (int line = 0; line < L::kNarrow / 128; ++line)
-        copy16<FIRST, L::kPrefetch>(to + line * 1024, row + line * 128, bytes);
-      if constexpr (L::kNarrow % 128 == 0) {
-        copy16<FIRST, L::kPrefetch>(to + L::kWideAtGroup, row + L::kWideAt, bytes);
-      } else {
-        // The wide part begins in the middle of 128 bytes, and ends so: a lane has its chunk lane % 8 ^ 4.
-        constexpr int kLine = L::kNarrow / 128;
-        static_assert(L::kNarrow % 128 == 64 && L::kWideAt == L::kNarrow, "a half line, and nothing behind it");
-        const uint32_t wide = (to ^ 64) + L::kWideAtGroup;
-        copy16<FIRST, L::kPrefetch>(lane % 8 < 4 ? to + kLine * 1024 : wide, row + kLine * 128, bytes);
-        if (lane % 8 < 4) copy16<FIRST, L::kPrefetch>(wide, row + (kLine + 1) * 128, bytes);
-      }
-      to = (to ^ 64) + 512;  // rows 4 apart have chunks 4 apart
-    }
-    if (lane / 8 * 8 == first_lane) {
-      const int r = lane % 8;
-      const uint32_t at = base + L::kOfRows + (slot * 32 + warp % 4 * 8 + r) * 16;
-      if constexpr (L::kHasFloatScales)
-        copy16<FIRST, L::kPrefetch>(at, from.scales, there >> r & 1 ? 16 : 0);
-      else
-        copy8(at, from.scales, there >> r & 1 ? 8 : 0);
-    }
-    copies_commit();
-  }
-
-  // Rows that have come, and what this warp has copied of them. Finds the powers of two that values are divided by, so
-  // that none reaches 2^15, and the ratios of scales to them.
-  __device__ __forceinline__ void prepare(int slot, unsigned there) const {
-    const int lane = lane_again(), row0 = slot * 32 + warp % 4 * 8;
-    const auto ratio = [](float scale, uint32_t power) {
-      return __half_as_ushort(__float2half_rn(scale * __uint_as_float((254 - power) << 23)));
-    };
-    const auto ratio_at = [&](int of, int row) {
-      return reinterpret_cast<uint16_t*>(smem + L::kRatios) + (slot * L::kGroups + of) * 32 + warp % 4 * 8 + row;
-    };
+    part.there = __ballot_sync(~0u, __shfl_sync(~0u, row.exists, lane % 8 * 4)) & 0xFF;
+    // UE8M0 scales are behind the rows of a page, 8 bytes for each.
     if constexpr (L::kHasFloatScales) {
-      // A lane has a scale.
-      const int row = lane / 4, of = lane % 4;
-      const float scale = reinterpret_cast<const float*>(smem + L::kOfRows)[row0 * 4 + lane];
-      uint32_t largest = magnitude(scale);
-#pragma unroll
-      for (int mask = 1; mask < 4; mask *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, mask));
-      *ratio_at(of, row) = ratio(scale, power_of_row(largest));
+      const uint4 raw = load16<FIRST>(row.at + L::kNarrow, row.exists);
+      part.scales.raw = make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                                    __uint_as_float(raw.w));
     } else {
-      // A lane has chunk lane % 8 of the wide parts of rows lane / 8 and 4 further, which it divides too, and one of
-      // their scales.
-      const int row = lane / 8, of = lane % 8;
-      uint8_t* const of_rows = smem + L::kOfRows + (row0 + row) * 16;
-      // Rows 4 apart have chunks 4 apart.
-      uint8_t* const wide_parts = smem + L::kRing + slot * L::kSlotBytes + warp % 4 * L::kGroupBytes + L::kWideAtGroup;
-      uint4* const wide_at[2] = {reinterpret_cast<uint4*>(wide_parts + swizzled(row, of)),
-                                 reinterpret_cast<uint4*>(wide_parts + (swizzled(row, of) ^ 64) + 512)};
-      // Exponents, of both rows in a word.
-      const uint32_t scales = of < L::kGroups ? of_rows[of] | of_rows[64 + of] << 16 : 0;
-      const uint4 wide[2] = {*wide_at[0], *wide_at[1]};
-      uint32_t largest[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        largest[k] = larger_magnitudes(larger_magnitudes(wide[k].x, wide[k].y),
-                                       larger_magnitudes(wide[k].z, wide[k].w)) & 0x7FFF7FFF;
-      const uint32_t wides = __vmaxu2(__byte_perm(largest[0], largest[1], 0x5410),
-                                      __byte_perm(largest[0], largest[1], 0x7632)) >> 7 & 0x00FF00FF;
-      // As power_of_row() has it, but for 14.
-      uint32_t powers = __vmaxu2(scales + 9 * 0x10001, wides);
-#pragma unroll
-      for (int mask = 1; mask < 8; mask *= 2) powers = __vmaxu2(powers, __shfl_xor_sync(~0u, powers, mask));
-      powers = __vminu2(__vmaxu2(powers, (14 + 27) * 0x10001), (14 + 227) * 0x10001) - 14 * 0x10001;
-      __syncwarp();  // all have read their scales
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t power = powers >> k * 16 & 0xFFFF, by = (254 - power) * 0x00800080;
-        const uint16_t mine = ratio(__uint_as_float((scales >> k * 16 & 0xFF) << 23), power);
-        reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of < L::kGroups ? mine : power;
-        if (of < L::kGroups) *ratio_at(of, row + k * 4) = mine;
-        *wide_at[k] = make_uint4(scaled_to_half(wide[k].x, by), scaled_to_half(wide[k].y, by),
-                                 scaled_to_half(wide[k].z, by), scaled_to_half(wide[k].w, by));
-      }
+      part.scales.raw = load8(row.page + int64_t{pool.page.value} * 576 + row.in_page * 8, row.exists);
     }
-    if (lane == 0) smem[L::kThere + slot * 4 + warp % 4] = static_cast<uint8_t>(there);
-    barrier_arrive(full(slot));
+    const uint8_t* const at = row.at + lane % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < kWideChunks; ++i) part.wide[i] = load16<FIRST>(at + L::kWideAt + i * 64, row.exists);
+#pragma unroll
+    for (int i = 0; i < kNarrowChunks; ++i) part.narrow[i] = load16<FIRST>(at + i * 64, row.exists);
   }
 
-  // The next item's q into the L2 cache.
-  __device__ __forceinline__ void prefetch_q(int64_t token, int head0) const {
-    constexpr int kLines = L::kDims * 2 / 128;
-    const int lane = lane_again();
-    const __nv_bfloat16* const q = static_cast<const __nv_bfloat16*>(p.q) + token * p.q_token_stride + lane % 16 * 64;
-#pragma unroll 1
-    for (int head = head0 + warp % 4 * 2 + lane / 16; head < min(p.heads, head0 + kHeads); head += 8)
-      if (lane % 16 < kLines) asm volatile("prefetch.global.L2 [%0];" ::"l"(q + head * p.q_head_stride));
+  // The power of two that the row is divided by, so that none of its values reaches 2^15.
+  __device__ __forceinline__ uint32_t power_of(const Part& part) const {
+    uint32_t largest_scale = 0;
+#pragma unroll
+    for (int i = 0; i < L::kGroups; ++i) largest_scale = max(largest_scale, magnitude(part.scales.of_group(i)));
+    uint32_t power = power_of_row(largest_scale);
+    if constexpr (L::kHasWideValues) {
+      uint32_t wide = 0;
+#pragma unroll
+      for (int i = 0; i < kWideChunks; ++i)
+        wide = larger_magnitudes(wide, larger_magnitudes(larger_magnitudes(part.wide[i].x, part.wide[i].y),
+                                                         larger_magnitudes(part.wide[i].z, part.wide[i].w)));
+      wide &= 0x7FFF7FFF;
+      wide = max(wide & 0xFFFF, wide >> 16) >> 7;  // an exponent
+      wide = max(wide, __shfl_xor_sync(~0u, wide, 1));
+      wide = max(wide, __shfl_xor_sync(~0u, wide, 2));
+      power = max(power, static_cast<uint32_t>(min(max(static_cast<int>(wide) + 1 - 15, 127 - 100), 127 + 100)));
+    }
+    return power;
+  }
+
+  // Into slot `count` of all, once it is free: values of 64 dimensions are multiplied by the ratio of their scale to
+  // the row's power.
+  __device__ __forceinline__ void put(const Part& part, uint32_t count) const {
+    const int slot = count % L::kSlots, row = warp % 8 * 8 + lane / 4, t = lane % 4;
+    const uint32_t power = power_of(part);
+    const float inverse = __uint_as_float((254 - power) << 23);
+    uint8_t* const to = smem + L::kRing + slot * L::kSlotBytes + row * 128;
+    // Chunk c of a row is at c ^ (row % 8).
+    const int chunk = (t * 2 ^ row & 7) << 4, wide_chunk = (t ^ row & 7) << 4;
+    barrier_wait(empty(slot), count / L::kSlots & 1 ^ 1);
+#pragma unroll
+    for (int i = 0; i < kNarrowChunks; ++i) {
+      const uint32_t ratio = __half_as_ushort(__float2half_rn(part.scales.of_group(i * 64 / L::kGroup) * inverse));
+      const uint32_t by = ratio * 0x10001;
+      const uint4 x = part.narrow[i];
+      uint8_t* const block = to + i * L::kBlockBytes;
+      *reinterpret_cast<uint4*>(block + chunk) =
+          make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
+                     times(e4m3_high(x.y), by));
+      *reinterpret_cast<uint4*>(block + (chunk ^ 16)) =
+          make_uint4(times(e4m3_low(x.z), by), times(e4m3_high(x.z), by), times(e4m3_low(x.w), by),
+                     times(e4m3_high(x.w), by));
+    }
+    const uint32_t by = (254 - power) * 0x00800080;  // BF16, twice
+#pragma unroll
+    for (int i = 0; i < kWideChunks; ++i) {
+      const auto divided = [&](uint32_t x) { return L::kHasWideValues ? scaled_to_half(x, by) : scaled_bf16(x, by); };
+      uint8_t* const block = L::kHasWideValues ? to + kNarrowChunks * L::kBlockBytes
+                                               : smem + L::kTail + slot * L::kBlockBytes + row * 128;
+      const uint4 x = part.wide[i];
+      *reinterpret_cast<uint4*>(block + (wide_chunk ^ i * 64)) =
+          make_uint4(divided(x.x), divided(x.y), divided(x.z), divided(x.w));
+    }
+    if (t == 0) smem[L::kPowers + slot * kTile + row] = static_cast<uint8_t>(power);
+    if (lane == 0) smem[L::kThere + slot * 8 + warp % 8] = static_cast<uint8_t>(part.there);
+    fence_async();
+    barrier_arrive(full(slot));
   }
 
   template <bool FIRST>
   __device__ __forceinline__ void fetch() const {
-    constexpr int kQParts = 4;  // that q is loaded in
-    using Q = PartOfQ<FORMAT, 4 * kQParts>;
-    const int my_key = (lane / 8 * 4 + warp % 4) * 8 + lane % 8;  // of two tiles, whose rows a lane looks up
-    uint32_t begun = 0, prepared = 0, of_last = 0;  // slots, and which rows of the last four there are
-    const auto prepare_next = [&] {
-      prepare(prepared % L::kSlots, of_last >> (begun - prepared - 1) * 8 & 0xFF);
-      ++prepared;
-    };
-    const auto prepare_all = [&] {
-      copies_wait<0>();
-      __syncwarp();
-#pragma unroll 1
-      while (prepared < begun) prepare_next();
-    };
-    // The `served`th item's q, in parts. The first one's is loaded by those who have nothing else to do yet.
-    uint32_t served = 0;
-    int parts = kQParts;
-    const auto store_q = [&](Q& q) {
-      const int buffer = served % 2;
-      if (parts == 0) barrier_wait(q_empty(buffer), served / 2 & 1 ^ 1);
-      q.store(p, warp % 4 + parts * 4, lane, smem + L::kQ + buffer * L::kQBytes, floats(L::kScale) + buffer * kHeads);
-      // Twice: those who load the first q are twice as many.
-      if (++parts == kQParts) barrier_arrive(q_full(buffer)), barrier_arrive(q_full(buffer));
-    };
-
-    int turn = 0, i = turns[0];
+    const int my_row = warp % 8 * 8 + lane / 4;
+    int turn = 0, i = turns[0], tile = 0;
     Item item(p, i, KeyLengths(p, i));
     LaneLengths lengths(p, turns[1], lane);
-    int next = item.index(p, my_key);
-    while (i < p.items) {
-      const int now_at = i;
-      i = turns[++turn];
-      const Item now = item;
-      item = Item(p, i, lengths.of_all());
-      const bool is_more = i < p.items;
-      if (!is_more) item.keys = 0;
-      lengths = LaneLengths(p, turns[turn + 1], lane);
-      if (is_more) prefetch_q(item.token, head0(i));
-      if (parts < kQParts) {
-        prepare_all();
-#pragma unroll 1
-        while (parts < kQParts) {
-          Q q;
-          q.load(p, now.token, head0(now_at), warp % 4 + parts * 4, lane);
-          store_q(q);
-        }
+    // Of the next tile, a lane's row.
+    int index = item.index(p, my_row);
+    bool is_first = item.first + my_row < item.of_first, is_more = true;
+    const auto look_up = [&] {
+      if (++tile == item.tiles) {
+        i = turns[++turn], tile = 0;
+        if (!(is_more = i < p.items)) return;
+        item = Item(p, i, lengths.of_all());
+        lengths = LaneLengths(p, turns[turn + 1], lane);
       }
-      ++served, parts = 0;
-      for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
-        const Pool& pool = now.first + key0 + my_key < now.of_first ? p.sources[0].pool : p.sources[1].pool;
-        const Row mine(pool, next);
-        // UE8M0 scales are behind the rows of a page, 8 bytes for each.
-        const uint8_t* const scales =
-            L::kHasFloatScales ? mine.at + L::kNarrow : mine.page + int64_t{pool.page.value} * 576 + mine.in_page * 8;
-        const unsigned there = __ballot_sync(~0u, mine.exists);
-        next = key0 + 128 < now.tiles * kTile ? now.index(p, key0 + 128 + my_key) : item.index(p, my_key);
-#pragma unroll 1
-        for (int h = 0; h < 4; ++h) {
-          if (key0 + h * 32 >= now.tiles * kTile) break;
-          const unsigned bits = there >> h * 8 & 0xFF;
-          const Addresses from = pass_on(mine.at, scales, h * 8);
-          barrier_wait(empty(begun % L::kSlots), begun / L::kSlots & 1 ^ 1);
-          copy<FIRST>(from, begun % L::kSlots, h * 8, bits);
-          of_last = of_last << 8 | bits, ++begun;
-          // The next item's q, a part with each of four slots, comes while another slot is prepared.
-          const bool is_q = key0 == 128 && is_more;
-          Q q;
-          if (is_q) q.load(p, item.token, head0(i), warp % 4 + parts * 4, lane);
-          if (begun - prepared > kBehind) {
-            copies_wait<kBehind>();
-            __syncwarp();
-            prepare_next();
-          }
-          if (is_q) store_q(q);
-        }
-      }
+      const int key = tile * kTile + my_row;
+      index = item.index(p, key), is_first = item.first + key < item.of_first;
+    };
+    const auto ask_for_next = [&](Part& part) {
+      ask_for<FIRST>(part, is_first ? p.sources[0].pool : p.sources[1].pool, index);
+      look_up();
+    };
+    // Puts one tile while the one after it comes; false after the last.
+    uint32_t count = 0;
+    const auto put_one = [&](const Part& now, Part& after) {
+      const bool was_last = !is_more;
+      if (!was_last) ask_for_next(after);
+      put(now, count++);
+      return !was_last;
+    };
+    Part even, odd;
+    ask_for_next(even);
+    while (put_one(even, odd) && put_one(odd, even)) {
     }
-    prepare_all();
   }
 };
 

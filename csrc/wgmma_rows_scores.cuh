@@ -10,142 +10,48 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0;
+  using Base::used, Base::q_full, Base::turns, Base::thread, Base::lane_again, Base::head0, Base::token;
   using Base::guess_maximum, Base::raise_maximum, Base::maximum_and_sum;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
-  static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
-  static constexpr int kBatches = (kNarrowSteps + 7) / 8;  // of narrow steps, whose products are begun together
 
-  // Scores of 64 keys, S^T = K Q^T: over the powers of rows, where these are divided by them; and the powers of rows g
-  // and g + 8 of this warp's sixteen, as exponents of float32.
-  __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], uint32_t tile, int q_buffer) const {
-    uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
-    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
-    const uint64_t q = descriptor(q_at);
-    const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
-#pragma unroll
-    for (int h = 0; h < 2; ++h) barrier_wait(full((2 * tile + h) % L::kSlots), (2 * tile + h) / L::kSlots & 1);
-    // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
-    const uint32_t slot = (2 * tile + (warp % 4 >> 1)) % L::kSlots, row = slot * 32 + (warp & 1) * 16 + lane / 4;
-    const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
-    const uint8_t* const of_rows = smem + L::kOfRows + row * 16;  // of row g and, 128 bytes further, g + 8
-
-    // Wide parts are operands as they are.
-    uint32_t a[2][8][4], raw[4][4];
-#pragma unroll
-    for (int i = 0; i < kWideSteps; ++i)
-      ldmatrix(a[1][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
+  // Scores of 64 keys, S^T = K Q^T, over the powers of rows.
+  __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t tile, int q_buffer) const {
+    const int slot = tile % L::kSlots;
+    uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes, rows_at = base + L::kRing + slot * L::kSlotBytes;
+    asm volatile("" : "+r"(q_at), "+r"(rows_at));  // or else ptxas keeps 64 descriptors in registers
+    const uint64_t q = descriptor(q_at), rows = descriptor(rows_at);
+    barrier_wait(full(slot), tile / L::kSlots & 1);
     products_begin();
 #pragma unroll
-    for (int i = 0; i < kWideSteps; ++i) {
-      if (i == 0)
-        wide_product<false>(s, a[1][i], q_of(kNarrowSteps + i));
+    for (int step = 0; step < kDim / 16; ++step) {
+      const uint64_t a = rows + ((step / 4 * L::kBlockBytes + step % 4 * 32) >> 4);
+      const uint64_t b = q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4);
+      if (step == 0)
+        half_product<false>(s, a, b);
       else
-        wide_product<true>(s, a[1][i], q_of(kNarrowSteps + i));
+        half_product<true>(s, a, b);
+    }
+    if constexpr (L::kHasTail) {
+      const uint64_t tail = descriptor(base + L::kTail + slot * L::kBlockBytes);
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        product<true>(s, tail + step * 2, q + ((kDim / 64 * kN * 128 + step * 32) >> 4));
     }
     products_commit();
-
-    // Narrow parts are read while products of the batch before go on, and widened once those of the batch whose
-    // registers they take are done.
-    uint32_t ratios[2][4];
-    if constexpr (!L::kHasFloatScales)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
-    const auto read = [&](int batch) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int chunk = batch * 8 + i * 2;
-        if (chunk < kNarrowSteps)
-          ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
-      }
-    };
-    const auto widen = [&](int batch) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int step = batch * 8 + i;
-        if (step >= kNarrowSteps) continue;
-        uint32_t(&to)[4] = a[batch % 2][i];
-        const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
-        to[0] = e4m3_low(x), to[1] = e4m3_low(y), to[2] = e4m3_high(x), to[3] = e4m3_high(y);
-        if constexpr (!L::kHasFloatScales) {
-          const int group = step * 16 / L::kGroup;
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            to[k] = times(to[k], __byte_perm(ratios[k % 2][group / 2], 0, group % 2 ? 0x3232 : 0x1010));
-        }
-      }
-    };
-    // A batch has one scale if that is a float. Its scores are summed apart and multiplied in float32, which is exact.
-    static_assert(!L::kHasFloatScales || L::kGroup == 128, "");
-    float part[L::kHasFloatScales ? 2 : 1][kN / 2];
-    uint32_t largest_scales[2] = {};
-    const auto add_part = [&](int batch) {
-      if constexpr (L::kHasFloatScales) {
-        float by[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[batch];
-          largest_scales[h] = max(largest_scales[h], magnitude(by[h]));
-        }
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[batch % 2][i], by[i / 2 % 2], s[i]);
-      }
-    };
-    read(0);
-    widen(0);
-#pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) {
-      products_begin();
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int step = batch * 8 + i;
-        if (step >= kNarrowSteps) continue;
-        const uint32_t(&from)[4] = a[batch % 2][i];
-        if constexpr (!L::kHasFloatScales)
-          product<true>(s, from, q_of(step));
-        else if (i == 0)
-          product<false>(part[batch % 2], from, q_of(step));
-        else
-          product<true>(part[batch % 2], from, q_of(step));
-      }
-      products_commit();
-      if (batch < kBatches - 1) {
-        read(batch + 1);
-        products_wait<1>();
-        hold(raw);
-        widen(batch + 1);
-        if (batch > 0) add_part(batch - 1);
-      }
-    }
-    if constexpr (L::kHasFloatScales) {
-      products_wait<1>();
-      add_part(kBatches - 2);
-    }
     products_wait<0>();
-    if constexpr (L::kHasFloatScales) {
-      add_part(kBatches - 1);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
-    }
-  }
-  template <bool ADD>
-  static __device__ __forceinline__ void wide_product(float (&s)[kN / 2], const uint32_t (&a)[4], uint64_t q) {
-    if constexpr (L::kHasTail)
-      bf16_product<ADD>(s, a, q);
-    else
-      product<ADD>(s, a, q);
   }
 
   // ---------------------------------------------------------------- weights of 64 keys, into shared memory
   // Weights are those of rows times the powers that they were divided by, and so is their maximum.
-  __device__ __forceinline__ void weights(float (&s)[kN / 2], const uint32_t (&powers)[2], float (&sum)[kN / 4],
-                                          uint32_t tile, bool& started, int odd) const {
+  __device__ __forceinline__ void weights(float (&s)[kN / 2], float (&sum)[kN / 4], uint32_t tile, bool& started,
+                                          int odd) const {
     const int lane = lane_again(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
-    uint32_t there[2];  // a tile's rows
+    uint32_t there[2], powers[2];  // a tile's rows; the powers of rows g and g + 8 of this warp's sixteen
+    read_words(there, smem + L::kThere + tile % L::kSlots * 8);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      there[h] = *reinterpret_cast<const uint32_t*>(smem + L::kThere + (2 * tile + h) % L::kSlots * 4);
+      powers[h] = smem[L::kPowers + tile % L::kSlots * kTile + group_warp * 16 + h * 8 + g];
     // Of a tile's rows 0 and 8, one.
     const bool any = there[0] | there[1], reference = there[0] & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * kN) + t;
@@ -158,7 +64,7 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float* const of = s + n * 4 + h * 2;
-        if (!L::kHasFloatScales) of[0] *= __uint_as_float(powers[h] << 23), of[1] *= __uint_as_float(powers[h] << 23);
+        of[0] *= __uint_as_float(powers[h] << 23), of[1] *= __uint_as_float(powers[h] << 23);
         of[0] = fmaf(of[0], x.x, log2[h] - m.x), of[1] = fmaf(of[1], x.y, log2[h] - m.y);
       }
     }
@@ -209,26 +115,40 @@ struct Scores : Storage<FORMAT> {
   }
 
   __device__ __forceinline__ void weigh() const {
-    uint32_t tile = 0, served = 0;
+    constexpr int kQParts = 4;  // that the next item's q is loaded in, each while a tile is scored
+    uint32_t tile = 0;
     LaneLengths lengths(p, turns[0], lane);
-    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], ++served) {
+    barrier_wait(q_full(0), 0);  // the first item's, which those load who have nothing else to do yet
+    int odd = 0;
+    for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], odd ^= 1) {
       const Item item(p, i, lengths.of_all());
-      lengths = LaneLengths(p, turns[turn + 1], lane);
-      const int buffer = served % 2, head = head0(i) + thread();
+      const int next = turns[turn + 1];
+      lengths = LaneLengths(p, next, lane);
+      const int head = head0(i) + thread();
       const float sink = p.sinks && thread() < kN && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
       float sum[kN / 4] = {};
       bool started = false;  // there is a maximum
-      barrier_wait(q_full(buffer), served / 2 & 1);
+      int parts = next < p.items ? 0 : kQParts;
+      PartOfQ<FORMAT, 4 * kQParts> q;
+      const auto load_q = [&] { q.load(p, token(next), head0(next), warp % 4 + parts * 4, lane); };
+      const auto store_q = [&] {
+        q.store(p, warp % 4 + parts++ * 4, lane, smem + L::kQ + (odd ^ 1) * L::kQBytes,
+                floats(L::kScale) + (odd ^ 1) * kHeads);
+      };
       for (int left = item.tiles; left > 0; --left, ++tile) {
         float s[kN / 2];
-        uint32_t powers[2];
-        scores(s, powers, tile, buffer);
-        weights(s, powers, sum, tile, started, buffer);
-        if (left == 1) finish(sum, item.token, head0(i), tile % 2, started, sink);
+        const bool is_q = parts < kQParts;
+        if (is_q) load_q();
+        scores(s, tile, odd);
+        weights(s, sum, tile, started, odd);
+        if (is_q) store_q();
+        if (left == 1) {
+          while (parts < kQParts) load_q(), store_q();
+          finish(sum, item.token, head0(i), tile % 2, started, sink);  // with barriers: all have stored their q
+        }
         fence_async();
         barrier_arrive(ready(tile % 2));
       }
-      barrier_arrive(q_empty(buffer));  // its scales are read until here
     }
   }
 };

@@ -30,17 +30,17 @@ __device__ __forceinline__ void lower(float (&s)[N], const float2* by) {
   for (int i = 0; i < N; i += 4) s[i] -= by[i].x, s[i + 1] -= by[i].y, s[i + 2] -= by[i].x, s[i + 3] -= by[i].y;
 }
 
-// ---------------------------------------------------------------- outputs, of 64 dimensions, four times
+// ---------------------------------------------------------------- outputs, of 64 dimensions each
 
 // Outputs of TERMS terms after the maximum was raised.
-template <int TERMS, int N>
-__device__ __forceinline__ void correct(float (&acc)[4][N], const float* correction, int t) {
+template <int TERMS, int M, int N>
+__device__ __forceinline__ void correct(float (&acc)[M][N], const float* correction, int t) {
   constexpr int kHeads = 2 * N / TERMS;
 #pragma unroll
   for (int n = 0; n < kHeads / 8; ++n) {
     const float2 x = reinterpret_cast<const float2*>(correction)[n * 4 + t];
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int h = 0; h < 2 * TERMS; ++h) {
         float* const at = acc[m] + h / 2 * kHeads / 2 + n * 4 + h % 2 * 2;
@@ -81,15 +81,15 @@ struct Pipeline : Thread<PARAMS> {
   __device__ __forceinline__ uint32_t q_full(int buffer) const { return barrier(2 * LAYOUT::kSlots + 4 + buffer); }
   __device__ __forceinline__ uint32_t q_empty(int buffer) const { return barrier(2 * LAYOUT::kSlots + 6 + buffer); }
 
-  // With so many arrivals at those of a slot.
-  __device__ __forceinline__ void init(int arrivals_full, int arrivals_empty) const {
+  // With so many arrivals at those of a slot, and threads that multiply weights by rows.
+  __device__ __forceinline__ void init(int arrivals_full, int arrivals_empty, int output_threads) const {
     for (int i = 0; i < LAYOUT::kSlots; ++i) {
       barrier_init(full(i), arrivals_full);
       barrier_init(empty(i), arrivals_empty);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(ready(i), 128), barrier_init(used(i), kOutputThreads);
-      barrier_init(q_full(i), kOutputThreads), barrier_init(q_empty(i), 128);
+      barrier_init(ready(i), 128), barrier_init(used(i), output_threads);
+      barrier_init(q_full(i), output_threads), barrier_init(q_empty(i), 128);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -147,9 +147,7 @@ class Case:
 
     def bounds(self, provider):
         """Of the error that is not the output's own rounding, and of lse."""
-        if provider == "sm90" and self.has_heads_on_n():
-            return (ROUNDED_VALUES if self.rows == "656" else TOLERANCES[self.rows]), LSE
-        if provider == "sm90" and self.has_64_heads_a_block():
+        if provider == "sm90" and (self.has_heads_on_n() or self.has_64_heads_a_block()):
             if self.rows == "656":
                 return ROUNDED_ROWS["excess"], ROUNDED_ROWS["lse"]
             if self.rows not in PACKED:
