@@ -137,6 +137,7 @@ WORKS, FAILS = '#!/bin/sh\necho "$@" >> calls\n', "#!/bin/sh\nexit 1\n"
         ([RELEASE, "--builder", "podman"], "There is no podman on PATH"),
         ([NEWEST, "--blackwell"], f"The image of vLLM {NEWEST} has no variant for Blackwell; omit --blackwell."),
         ([RELEASE, "--build-arg", "MLA_CUDA_ARCHS=90a"], "has another content than its tag says; give --tag."),
+        ([RELEASE, "--target", "checked"], "has another content than its tag says; give --tag."),
     ],
 )
 def test_refusals(arguments, words, checkout):
