@@ -70,6 +70,7 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
             continue  # measured again
         machine = f"the share of one of {share} GPUs" if share > 1 else f"tensor parallel {gpus}"
         machine += ", index scores tied" if tied else ""
+        machine += f", version {result['machine']['overlay']['overlay_version']}"
         stock = result["runs"]["FlashMLA"]["concurrency"]
         for run, found in result["runs"].items():
             for count, row in found["concurrency"].items():

@@ -18,13 +18,14 @@ def serving(weights, rates, compiled=(), share=4):
 
     runs = {name: {"concurrency": {str(count): row(value, count) for count, value in of_run.items()}}
             for name, of_run in rates.items()}  # fmt: skip
-    return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "runs": runs}
+    machine = {"overlay": {"overlay_version": "1.2.3"}}
+    return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "machine": machine, "runs": runs}
 
 
 def test_serving_ratios():
     tied = serving("dummy", {"FlashMLA": {16: 100.0, 256: 100.0}, "FP8": {16: 110.0, 256: 190.0}}, compiled=[256])
     bars = charts.serving_bars([tied])
-    of_machine = bars["the share of one of 4 GPUs, index scores tied"]
+    of_machine = bars["the share of one of 4 GPUs, index scores tied, version 1.2.3"]
     for key, *_ in charts.SERVING:
         assert of_machine[key] == {"FP8": {16: pytest.approx((1.1, 1.1, 1.1))}}  # 256 was compiled meanwhile
     again = serving("dummy, seeded index scores", {"FlashMLA": {16: 100.0}, "FP8": {16: 120.0}})
@@ -34,8 +35,8 @@ def test_serving_ratios():
     for run in again["runs"].values():  # another load, which is left out
         run["concurrency"]["steady 16"] = run["concurrency"]["16"]
     bars = charts.serving_bars([tied, again])
-    assert list(bars) == ["the share of one of 4 GPUs"]  # tied scores are out once measured again
-    of_machine = bars["the share of one of 4 GPUs"]
+    assert list(bars) == ["the share of one of 4 GPUs, version 1.2.3"]  # tied scores are out once measured again
+    of_machine = bars["the share of one of 4 GPUs, version 1.2.3"]
     assert list(of_machine["output_throughput"]["FP8"]) == [16]
     assert of_machine["output_throughput"]["FP8"][16] == pytest.approx((1.2, 1.08, 1.32))
     assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
