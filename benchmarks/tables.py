@@ -88,8 +88,9 @@ def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, floa
     return found
 
 
-def ratios(store: str, what: str, names: Iterable[str] = SERVING) -> list[float]:
-    return [runs[store][what] / runs["flashmla"][what] for runs in served(names).values()]
+def ratios(store: str, what: str) -> list[float]:
+    """Of one GPU's share, by requests at once."""
+    return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values()]
 
 
 def few_heads(store: str, kind: str, form: str = ".2f") -> str:
@@ -103,16 +104,14 @@ def kl(name: str, pair: str) -> float:
 
 def headline() -> str:
     full, drop_in = (few_heads(store, "decode", ".1f") for store in ("fp8", "584"))
-    more = (
-        span((ratio * 100 - 100 for ratio in ratios(store, "output_throughput", SHARE)), ".0f")
-        for store in ("fp8", "dropin")
-    )
+    fp8, share = (span((ratio * 100 - 100 for ratio in ratios(store, "output_throughput")), ".0f")
+                  for store in ("fp8", "dropin"))  # fmt: skip
     return (
         f"**On H200 with 8 or 16 heads on each GPU, attention in decode (writing answers) is {full} times "
         f"as fast as\nFlashMLA with the full-width cache in FP8, and {drop_in} times with the drop-in. "
         "It is a small part of a server's\nwork: one H200 doing one GPU's share of V4-Flash's shape at TP 4, "
-        "with dummy weights, wrote\n{}% more tokens per second with the full-width cache in FP8, and "
-        "{}% more with the drop-in.**\n".format(*more)
+        f"with dummy weights, wrote\n{fp8}% more tokens per second with the full-width cache in FP8, and "
+        f"{share}% more with the drop-in.**\n"
     )
 
 
@@ -149,7 +148,7 @@ def choosing() -> str:
     rows: dict[str, list[str]] = {}
     for phase in ("decode", "prefill"):
         rows[f"Attention, {phase}"] = ["1", *(few_heads(store, phase) for store in ("584", "fp8", "bf16"))]
-    own = (span(ratios(store, "output_throughput", SHARE)) for store in ("dropin", "fp8"))
+    own = (span(ratios(store, "output_throughput")) for store in ("dropin", "fp8"))
     title = f"Served tokens a second, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]

@@ -122,9 +122,9 @@ def main() -> int:
     checks, counts = all_checks(), {"ok": 0, "warning": 0, "skipped": 0, "FAILED": 0}
     width = max(len(label) for label, _, _ in checks)
     tqdm.write(f"{'check':{width}}  result   detail")
-    for label, check, arguments in tqdm(checks, leave=False, disable=None):
+    for label, check, args in tqdm(checks, unit="check", leave=False, disable=None):
         try:
-            result, detail = "ok", check(*arguments)
+            result, detail = "ok", check(*args)
         except (Warned, Skipped) as error:
             result, detail = error.result, str(error)
         except Exception as error:  # whatever it is, it is the result of this check
