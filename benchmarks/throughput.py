@@ -13,6 +13,7 @@ file. Runs:
     flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla, stock kernels
     drop_in     the same by ours, where they serve
     fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
+    fp8_experts    drop_in, with experts in FP8 in steps of 2048 tokens and more; only if --runs names it
 
 Those of DeepSeek V3.2 and GLM-5, with the drop-in off:
 
@@ -85,12 +86,16 @@ from gpu_watch import Watch
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
-ENVIRONMENT = {"flashmla": STOCK_KERNELS, "drop_in": DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}
+ON_REQUEST = "fp8_experts"  # needs a series that is not applied by default
+ENVIRONMENT = {
+    "flashmla": STOCK_KERNELS, "drop_in": DROP_IN, ON_REQUEST: DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)
+}  # fmt: skip
 RUNS = {
     "flashmla": STOCK,
     "drop_in": STOCK,
     "fp8": {"attention_backend": BACKEND, "kv_cache_dtype": "fp8_per_tensor"},
     "bf16": {"attention_backend": BACKEND, "kv_cache_dtype": "bfloat16"},
+    ON_REQUEST: STOCK | {"additional_config": {"dsv4_fp8_experts": 2048}},
 }
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
@@ -329,7 +334,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", help="of flash, as make_mini_checkpoint.py names it")
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
-    parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all)")
+    parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all but fp8_experts)")
     parser.add_argument("--repeat", type=positive, default=1, help="starts of every run (default: %(default)s)")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", type=positives, default=[1, 16, 64, 128])
@@ -360,7 +365,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash, v3.2")
     args.config = args.made or model_settings(args.model)
     there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS)
-    runs = [r for r in args.runs.split(",") if r] if args.runs else there
+    runs = [r for r in args.runs.split(",") if r] if args.runs else [r for r in there if r != ON_REQUEST]
     unknown = [r for r in runs if r not in there]
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {there}")
