@@ -195,7 +195,7 @@ def offload_simple(run: Run) -> None:
 def preemption(run: Run) -> None:
     """Preemption and recomputation: 24 requests that start small and outgrow the cache."""
     blocks = 264 if run.block == 256 else 40  # V4 has several groups of them
-    run.start(**GRAPHS, max_model_len=2048, max_num_batched_tokens=512, num_gpu_blocks_override=blocks)
+    run.start(**GRAPHS, max_model_len=512, max_num_batched_tokens=512, num_gpu_blocks_override=blocks)
     preempted: list[str] = []
     stock = run.scheduler._preempt_request
 
@@ -312,21 +312,32 @@ def kv_cache(run: Run) -> None:
     """The KV cache as stock vLLM allocates it, and after a prompt its bytes, block by block in every layer."""
     run.start(kv_cache_memory_bytes=1 << 28)
     silence_attention()
-    run.generate(run.prompts[-2:], 1)
+    first, second = (run.generate(run.prompts[-2:], 1, prompt_logprobs=True) for _ in range(2))
+    # If not even stock vLLM's layers give the same bits twice, equal bytes cannot be asked for.
+    repeats = all(
+        np.array_equal(a[part], b[part])
+        for a, b in zip(first, second, strict=True)
+        for part in ("values", "prompt_values")
+    )
     layers = run.llm.llm_engine.vllm_config.compilation_config.static_forward_context
     found = {name: describe(cache) for name, layer in layers.items() if (cache := cache_of(layer)) is not None}
     written = {name: len(cache["blocks"]) for name, cache in found.items()}
-    run.save(written_blocks=written)
+    run.save(written_blocks=written, repeats=repeats)
     run.check("every layer has written blocks", written and min(written.values()) > 0, len(written))
     stored = Path(run.job["reference"]).with_suffix(".blocks.json")
     if run.job["backend"] not in BASE:
-        stored.write_text(json.dumps(found))
+        stored.write_text(json.dumps({"caches": found, "repeats": repeats}))
         return
     stock = json.loads(stored.read_text())
     for what in ("layout", "blocks"):
-        ours, theirs = ({name: cache[what] for name, cache in caches.items()} for caches in (found, stock))
+        ours, theirs = (
+            {name: cache[what] for name, cache in caches.items()} for caches in (found, stock["caches"])
+        )
         differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        run.check(f"{what} of every layer's cache as in stock vLLM", not differ, differ)
+        if what == "layout" or stock["repeats"]:
+            run.check(f"{what} of every layer's cache as in stock vLLM", not differ, differ)
+        else:
+            run.save(not_compared=f"{what}: stock vLLM's own results differ when it runs twice", differ=differ)
 
 
 def silence_attention() -> None:
