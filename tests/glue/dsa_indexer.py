@@ -1,6 +1,7 @@
-"""For dsa_model.py: vLLM 0.22.1's `sparse_attn_indexer` on a GPU that DeepGEMM does not serve, with compiled
-operators written out in torch. Its picks against the definition in float64."""
+"""For dsa_model.py: vLLM's `sparse_attn_indexer` on a GPU that DeepGEMM does not serve, with compiled operators
+written out in torch. Its picks against the definition in float64."""
 
+import inspect
 import itertools
 import types
 
@@ -17,6 +18,8 @@ STEPS = {
     "drafts": ((900, 1), (640, 3), (20, 2)),
     "prefills": ((700, 5), (600, 3)),
 }
+# What 0.33.0's has and 0.22.1's has not.
+MORE = {"use_pcp": False, "pcp_shard_decode_requests": False, "dense_mha_metadata_layer_name": ""}
 
 
 def take(scores, starts, ends, picks):
@@ -24,6 +27,10 @@ def take(scores, starts, ends, picks):
         best = scores[row, start:end].topk(min(TOPK, end - start)).indices
         picks[row] = -1
         picks[row, : len(best)] = best.int()
+
+
+def take_first(scores, lengths, picks):
+    take(scores, torch.zeros_like(lengths.view(-1)), lengths.view(-1), picks)
 
 
 class Operators:
@@ -35,7 +42,7 @@ class Operators:
         for request, (start, end) in enumerate(itertools.pairwise(bounds)):
             pages = cache[table[request, : -(-(end - start) // PAGE)].long()].flatten(1)
             values.view(torch.uint8)[start:end] = pages[:, : PAGE * DIM].reshape(-1, DIM)[: end - start]
-            scales[start:end] = pages[:, PAGE * DIM :].reshape(-1, 4)[: end - start]
+            scales.view(torch.uint8)[start:end] = pages[:, PAGE * DIM :].reshape(-1, 4)[: end - start]
 
     @staticmethod
     def top_k_per_row_prefill(scores, starts, ends, picks, *strides_and_k):
@@ -43,7 +50,20 @@ class Operators:
 
     @staticmethod
     def top_k_per_row_decode(scores, next_n, lengths, picks, *strides_and_k):
-        take(scores, torch.zeros_like(lengths.view(-1)), lengths.view(-1), picks)
+        take_first(scores, lengths, picks)
+
+
+def pack(rows, lengths, pad_value):
+    """As vLLM's Triton kernel, which knows E4M3 only where the GPU does."""
+    assert rows.dtype == torch.uint8
+    packed = torch.full((len(lengths), int(lengths.max()), *rows.shape[1:]), pad_value, dtype=rows.dtype)
+    for to, part in zip(packed, rows.split(lengths.tolist()), strict=True):
+        to[: len(part)] = part
+    return packed
+
+
+def unpack(packed, lengths):
+    return torch.cat([part[:n] for part, n in zip(packed, lengths.tolist(), strict=True)])
 
 
 class Workspaces:
@@ -52,17 +72,20 @@ class Workspaces:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
 
 
-def built(table, lengths):
+def known(owner, **given):
+    """What of it this release's class or function has."""
+    return {name: value for name, value in given.items() if name in inspect.signature(owner).parameters}
+
+
+def built(table, lengths, config):
     """The metadata of single tokens, by vLLM's builder, which finds DeepGEMM installed."""
     indexer.has_deep_gemm, indexer.num_compute_units = lambda: True, int
     indexer.get_total_cp_world_size = lambda: 1
-    config = types.SimpleNamespace(
-        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=16, max_num_seqs=8),
-        model_config=types.SimpleNamespace(max_model_len=1024), speculative_config=None,
-        attention_config=types.SimpleNamespace(use_fp4_indexer_cache=False),
+    spec = types.SimpleNamespace(block_size=PAGE, storage_block_size=PAGE, num_states=PAGE)
+    builder = indexer.DeepseekV32IndexerMetadataBuilder(
+        spec, ["layer"], config, torch.device("cpu", 0),
+        **known(indexer.DeepseekV32IndexerMetadataBuilder.__init__, block_table_width=table.shape[1]),
     )  # fmt: skip
-    spec = types.SimpleNamespace(block_size=PAGE, storage_block_size=PAGE)
-    builder = indexer.DeepseekV32IndexerMetadataBuilder(spec, ["layer"], config, torch.device("cpu", 0))
     n = len(lengths)
     starts = torch.arange(n + 1, dtype=torch.int32)
     return builder.build(0, CommonAttentionMetadata(
@@ -71,7 +94,7 @@ def built(table, lengths):
     ))  # fmt: skip
 
 
-def wrong_tokens(step):
+def wrong_tokens(step, config):
     """Which tokens of a step got other keys than they should."""
     gen = torch.Generator().manual_seed(0)
     requests = STEPS[step]
@@ -90,7 +113,7 @@ def wrong_tokens(step):
     sees = [[keys - new + i + 1 for i in range(new)] for keys, new in requests]
     cu = torch.tensor([0, *(keys for keys, _ in requests)]).cumsum(0).int()
     if step == "decodes":
-        metadata = built(table, torch.tensor([keys for keys, _ in requests]).int())
+        metadata = built(table, torch.tensor([keys for keys, _ in requests]).int(), config)
     elif step == "drafts":
         most = max(map(len, sees))
         metadata.num_decodes, metadata.num_decode_tokens = len(requests), tokens
@@ -102,16 +125,28 @@ def wrong_tokens(step):
         starts = torch.tensor([int(cu[r]) for r, row in enumerate(sees) for _ in row]).int()
         ends = starts + torch.tensor(sum(sees, [])).int()
         metadata.num_prefills, metadata.num_prefill_tokens = len(requests), tokens
-        chunk = indexer.DeepseekV32IndexerPrefillChunkMetadata(
-            table, starts, ends, cu, None, int(cu[-1]), 0, tokens, len(requests)
-        )
-        metadata.prefill = indexer.DeepseekV32IndexerPrefillMetadata([chunk])
+        chunk = indexer.DeepseekV32IndexerPrefillChunkMetadata
+        total = int(cu[-1])
+        metadata.prefill = indexer.DeepseekV32IndexerPrefillMetadata([chunk(
+            block_table=table, cu_seqlen_ks=starts, cu_seqlen_ke=ends, cu_seq_lens=cu, token_to_seq=None,
+            total_seq_lens=total, token_start=0, token_end=tokens, num_reqs=len(requests),
+            **known(chunk, max_seqlen_k=int((ends - starts).max()), local_cu_seq_lens=cu,
+                    local_total_seq_lens=total, max_local_total_seq_lens=total),
+        )])  # fmt: skip
     layer.ops, layer.current_workspace_manager = Operators, Workspaces
-    layer.get_forward_context = lambda: types.SimpleNamespace(attn_metadata={"layer": metadata})
+    layer.pack_seq_triton, layer.unpack_seq_triton = pack, unpack
+    layer.get_indexer_topk = lambda backend: lambda scores, lengths, _, picks, *sizes: take_first(
+        scores, lengths, picks
+    )
+    # Full graphs: no dense attention.
+    mode = getattr(layer, "CUDAGraphMode", types.SimpleNamespace(FULL=None)).FULL
+    layer.get_forward_context = lambda: types.SimpleNamespace(
+        attn_metadata={"layer": metadata}, cudagraph_runtime_mode=mode
+    )
     picks = torch.full((16, TOPK), -7, dtype=torch.int32)
     layer.sparse_attn_indexer(
         torch.zeros(tokens, 1), "layer", cache.view(-1, PAGE, DIM + 4), q, None, None, weights, 128, "ue8m0",
-        TOPK, DIM, 1024, int(cu[-1]), picks, True,
+        TOPK, DIM, 1024, int(cu[-1]), picks, True, **known(layer.sparse_attn_indexer, **MORE),
     )  # fmt: skip
 
     wrong, token = [], 0

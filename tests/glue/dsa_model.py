@@ -55,7 +55,7 @@ def build(folder):
 
 def next_token_layer(config):
     if len(deepseek) > 1:
-        from vllm.models.deepseek_v32.nvidia.mtp import DeepseekV32MTP as Draft
+        from vllm.models.deepseek_v32 import DeepseekV32MTP as Draft
     else:
         from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP as Draft
     return mini_model.draft(config, Draft, 1)
@@ -100,7 +100,8 @@ def main():
     if not hopper.platforms.current_platform.support_deep_gemm():
         import dsa_indexer
 
-        found["differ"] += [token for step in dsa_indexer.STEPS for token in dsa_indexer.wrong_tokens(step)]
+        for step in dsa_indexer.STEPS:
+            found["differ"] += dsa_indexer.wrong_tokens(step, config)
     draft = next_token_layer(config)
     names = draft.load_weights(loader.get_all_weights(config.model_config, draft))
     found["missing"] += sorted(set(dict(draft.named_parameters())) - names)

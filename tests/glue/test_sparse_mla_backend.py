@@ -460,7 +460,7 @@ def test_the_series_alone(tmp_path, models):
     """As docs/releases.md applies it: 0.22.1 has none of the names that the other series add for V4."""
     tree = tree_with(tmp_path, sparse_mla_series.NAME, beside=())
     asked = [request(models, "v32", options) for options in ({}, {"attention_backend": "MLA_KERNELS_SPARSE"})]
-    for answer in on_hopper(tree, models, asked, "9.0" if NEWER else "8.0")[NEWER:]:
+    for answer in on_hopper(tree, models, asked, "8.0"):
         assert answer["selected"] == OURS
 
 
@@ -490,11 +490,10 @@ def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capabili
         assert all(one["selected"].startswith("vllm.v1.") for one in ours[:n])
         return
     assert all("No valid attention backend" in one["selected"] for one in stock[:n])
-    if NEWER and capability.startswith("8."):
-        why = "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM"
-        assert all(why in one["selected"] for one in ours[:n])
-        return
-    assert [one["selected"] for one in ours[:n]] == [OURS] * n
+    if NEWER and capability.startswith("8."):  # GLM-5.3-Flash
+        assert "only where DeepGEMM computes the indexer's scores" in ours[n - 1]["selected"]
+        served.pop()
+    assert [one["selected"] for one in ours[: len(served)]] == [OURS] * len(served)
     for answer, sentence in zip(ours[n + 1 :], (BLOCK[2], SINKS[2]), strict=True):
         assert f"MLA_KERNELS_SPARSE{sentence}" in answer["selected"]
 
@@ -557,30 +556,51 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
     sparse_mla.verify_config(config)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_vllm_asks_when_it_makes_a_layer(monkeypatch, capability):
+NO_ROPE = (
+    "serves rows without RoPE (GLM-5.3-Flash) only where DeepGEMM computes the indexer's scores, and that does "
+    "not serve this GPU (compute capability 8.6)."
+)
+NO_PICKS = (
+    "cannot put the picks of several GPUs together on this one (compute capability 8.6), for which vLLM has no "
+    "kernel; leave --decode-context-parallel-size at 1."
+)
+
+
+@pytest.mark.parametrize(
+    "capability, deep_gemm, change, sentence",
+    [
+        ((7, 5), False, {}, "needs a GPU of compute capability 8.0 or newer, and this one has 7.5."),
+        ((8, 0), False, {}, None),
+        ((8, 6), False, {"refused": "of it"}, "of it"),
+        ((8, 6), False, {"rotated": 0}, NO_ROPE),
+        ((8, 6), False, {"dcp": 2}, NO_PICKS),
+        ((9, 0), True, {}, None),
+        ((9, 0), True, {"refused": "of it"}, "of it"),
+        ((9, 0), True, {"rotated": 0, "dcp": 2}, None),
+        ((12, 0), NEWER, {}, None),
+    ],
+)
+def test_vllm_asks_when_it_makes_a_layer(monkeypatch, capability, deep_gemm, change, sentence):
     """About the GPU, and about the configuration again: a backend of some layers only is not checked there."""
-    gpu = DeviceCapability(*capability)
-    served = capability in ((9, 0), (10, 0)) or (NEWER and capability == (12, 0))
-    monkeypatch.setattr(sparse_mla, "current_platform", SimpleNamespace(support_deep_gemm=lambda: served))
-    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: "configuration")
-    monkeypatch.setattr(sparse_mla, "refusal", lambda config: f"of {config}")
+    given = SimpleNamespace(**{"rotated": 64, "dcp": 1, "refused": None} | change)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=given.rotated)),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=given.dcp),
+    )
+    monkeypatch.setattr(sparse_mla, "current_platform", SimpleNamespace(support_deep_gemm=lambda: deep_gemm))
+    monkeypatch.setattr(sparse_mla, "get_current_vllm_config", lambda: config)
+    why = given.refused and f"MLA_KERNELS_SPARSE {given.refused}"
+    monkeypatch.setattr(sparse_mla, "refusal", lambda asked: asked is config and why)
     arguments = dict(
         head_size=576, dtype=BF16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False,
         use_sparse=True, use_mm_prefix=False, use_per_head_quant_scales=False,
-        device_capability=gpu, attn_type="decoder",
+        device_capability=DeviceCapability(*capability), attn_type="decoder",
     )  # fmt: skip
-    said = BACKEND.validate_configuration(**arguments)[-1]
-    version = gpu.as_version_str()
-    if capability < (8, 0):
-        assert said == "MLA_KERNELS_SPARSE needs a GPU of compute capability 8.0 or newer, and this one has 7.5."
-    elif NEWER and not served:
-        assert said == (
-            "MLA_KERNELS_SPARSE takes the indexer's scores from DeepGEMM in this release of vLLM, and that does "
-            f"not serve this GPU (compute capability {version})."
-        )
+    said = BACKEND.validate_configuration(**arguments)
+    if sentence:
+        assert said[-1] == f"MLA_KERNELS_SPARSE {sentence}"
     else:
-        assert said == "of configuration"
+        assert said == []
 
 
 def test_fp8_becomes_the_656_byte_rows():

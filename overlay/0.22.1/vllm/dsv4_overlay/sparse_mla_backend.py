@@ -31,7 +31,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@overriding("needs_deep_gemm")
+@overriding()
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:

@@ -37,10 +37,8 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-@overriding("needs_deep_gemm")
+@overriding()
 class SparseMLABackend(SparseMLABackendMixin, AttentionBackend):
-    needs_deep_gemm = True
-
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: AttentionSpec | None = None,

@@ -41,7 +41,6 @@ class SparseMLABackendMixin:
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
-    needs_deep_gemm: ClassVar[bool] = False
 
     @staticmethod
     def get_name() -> str:
@@ -75,13 +74,22 @@ class SparseMLABackendMixin:
                 f"{SPARSE_MLA} needs a GPU of compute capability 8.0 or newer, and "
                 f"this one has {found}."
             )
-        if cls.needs_deep_gemm and not current_platform.support_deep_gemm():
+        config = get_current_vllm_config()
+        if (why := refusal(config)) or current_platform.support_deep_gemm():
+            return why
+        if not getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None):
             return (
-                f"{SPARSE_MLA} takes the indexer's scores from DeepGEMM in this "
-                "release of vLLM, and that does not serve this GPU (compute capability "
-                f"{found})."
+                f"{SPARSE_MLA} serves rows without RoPE (GLM-5.3-Flash) only where "
+                "DeepGEMM computes the indexer's scores, and that does not serve this "
+                f"GPU (compute capability {found})."
             )
-        return refusal(get_current_vllm_config())
+        if config.parallel_config.decode_context_parallel_size > 1:
+            return (
+                f"{SPARSE_MLA} cannot put the picks of several GPUs together on this "
+                f"one (compute capability {found}), for which vLLM has no kernel; "
+                "leave --decode-context-parallel-size at 1."
+            )
+        return None
 
 
 def verify_config(vllm_config: VllmConfig) -> None:
