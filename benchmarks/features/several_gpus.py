@@ -1,4 +1,4 @@
-"""The steps that need several GPUs of one host."""
+"""The steps of several processes: on several GPUs of one host, and two instances on one GPU."""
 
 from __future__ import annotations
 
@@ -142,20 +142,20 @@ def dp2_tp2_ep(run: Run) -> None:
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
-def nixl_environment(gpu: str) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+def nixl_environment() -> dict[str, str]:
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
 
 
-@step(gpus=2, package="nixl")
+@step(package="nixl")
 def disaggregated(run: Run) -> None:
-    """Disaggregated: one instance prefills, another decodes, and NIXL brings the rows over."""
-    gpus, handed = visible_gpus(), Path(f"{run.job['out']}.handed.json")
+    """Disaggregated: one instance prefills, another on the same GPU decodes, and NIXL brings the rows over."""
+    handed = Path(f"{run.job['out']}.handed.json")
     handed.unlink(missing_ok=True)
     other = start_part(
         "prefill", run.job | {"handed": str(handed)}, Path(f"{run.job['out']}.prefill.job.json"),
-        os.environ | nixl_environment(gpus[0]),
+        os.environ | nixl_environment(),
     )  # fmt: skip
-    os.environ.update(nixl_environment(gpus[1]))
+    os.environ.update(nixl_environment())
     run.start(**GRAPHS, kv_transfer_config=NIXL)
     while not handed.exists():
         if other.poll() is not None:
