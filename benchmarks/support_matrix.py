@@ -69,7 +69,8 @@ def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]
             if not overlay or not any(model in name for name in result["machine"]["gpus"]):
                 continue
             for series, passed in checks.items():
-                ran = [p for p in passed if p is not None]
+                if not (ran := [p for p in passed if p is not None]):
+                    continue
                 words = f"{sum(ran)} of {len(ran)} {what}"
                 if len(ran) < len(passed):
                     words += f", {len(passed) - len(ran)} not run"

@@ -3,9 +3,10 @@
 """Measure the scales of the FP8 cache by running prompts through the model on the BF16
 cache.
 
-    python -m vllm.dsv4_overlay.calibrate --model DIR --prompts prompts.txt --output
-    scales.safetensors vllm serve DIR --attention-backend FLASHINFER_MLA_SPARSE_DSV4
-    --kv-cache-dtype fp8 \\
+    python -m vllm.dsv4_overlay.calibrate --model DIR --prompts prompts.txt \\
+        --output scales.safetensors
+    vllm serve DIR --attention-backend FLASHINFER_MLA_SPARSE_DSV4 \\
+        --kv-cache-dtype fp8 \\
         --additional-config '{"dsv4_scales": "scales.safetensors"}'
 
 Takes vLLM's engine options too (--tensor-parallel-size, --speculative-config, …); the

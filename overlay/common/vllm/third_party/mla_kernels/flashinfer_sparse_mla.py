@@ -9,13 +9,13 @@ beyond `sparse_mla`, and who sees to it:
 
 - 64 or 128 heads, from 0.6.14 on 8, 16, 32, 64 or 128: padded here.
 - a contiguous output; it takes no strides of it and checks none: a copy here.
-- a row for every key in range, none of them outside its pool, and at least one for each
-token, padding included.
-  Tables of `build_sparse_index_table` are so where block tables and picks are good:
-  tokens of padding name row 0. Their output is made zero here. Nothing bounds a stale
-  entry: that would be a pass over the table in each layer.
-- query in the pools' dtype, pages without a gap between them, scales as floats: refused
-here otherwise.
+- a row for every key in range, none of them outside its pool, and at least one for
+  each token, padding included. Tables of `build_sparse_index_table` are so where
+  block tables and picks are good: tokens of padding name row 0. Their output is made
+  zero here. Nothing bounds a stale entry: that would be a pass over the table in each
+  layer.
+- query in the pools' dtype, pages without a gap between them, scales as floats:
+  refused here otherwise.
 - decodes (`[batch, q_len, ...]`) and prefills (ragged, without padding) in a call each:
 the caller.
 """

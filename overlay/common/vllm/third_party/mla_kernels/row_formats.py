@@ -3,11 +3,11 @@
 """The rows that vLLM's caches hold, and what their bytes mean as keys: the definition
 that providers follow.
 
-| format | bytes | a row | |---|---|---| | `BF16` | 1024, 1152 | 512 or 576 BF16; V3.2
-and GLM-5 have 576, of which the last 64 carry RoPE | | `E4M3` | 512 | 512 E4M3, one
-scale for the whole tensor, which is not in the row | | `V4` | 584 | 448 E4M3 with 7
-UE8M0 scales of 64, 64 BF16 with RoPE | | `V32` | 656 | 512 E4M3 with 4 float32 scales
-of 128, 64 BF16 with RoPE |
+    BF16   1024 or 1152 bytes: 512 or 576 BF16; V3.2 and GLM-5 have 576, of which the
+           last 64 carry RoPE
+    E4M3   512 bytes: 512 E4M3, one scale for the whole tensor, not in the row
+    V4     584 bytes: 448 E4M3 with 7 UE8M0 scales of 64, 64 BF16 with RoPE
+    V32    656 bytes: 512 E4M3 with 4 float32 scales of 128, 64 BF16 with RoPE
 
 A key is a whole row (512 or 576 values), its value the first 512 of them. `V32` holds
 these in the order of the table, in one piece. `V4` does not: a block first has the 576
@@ -25,10 +25,11 @@ import torch
 class RowFormat:
     """How rows of `[blocks, block_size, width]` become keys.
 
-    name          of the format, for providers dtypes        what `cache` may be widths
-    {key dimensions: width}, in elements of `cache` keys(cache, rows)  flat rows (block
-    * block_size + row) of any shape, all in the cache, as float32
-                  `[*rows.shape, key dimensions]`
+    name: of the format, for providers.
+    dtypes: what `cache` may be.
+    widths: {key dimensions: width}, in elements of `cache`.
+    keys: of (cache, rows): flat rows (block * block_size + row) of any shape, all in
+        the cache, as float32 `[*rows.shape, key dimensions]`.
     """
 
     name: str

@@ -3,8 +3,9 @@
 """The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu, csrc/slots.cu)
 in the library that native.py loads.
 
-Attention: 1 to 128 heads, padded to the next 16, 32 or 64 in registers only; E4M3 or
-BF16 rows. Up to 8 thread blocks share the keys of a token when the batch is small.
+Attention: 1 to 128 heads, padded to the next 16, 32 or 64 in registers only; rows of
+every format of `row_formats`. Up to 16 thread blocks share the keys of a token when the
+batch is small.
 Deterministic: the split follows from the shapes, the merge has one order.
 """
 

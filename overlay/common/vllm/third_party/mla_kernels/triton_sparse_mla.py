@@ -7,17 +7,15 @@ One program serves one token, a block of heads and one share of the token's keys
 are gathered once and used as K and as V. Products are exact up to the rounding of the
 softmax weights:
 
-- E4M3 rows become fp16 (exact), q is scaled into fp16 by a power of two a head, weights
-round to fp16;
+- E4M3 rows become fp16 (exact), q is scaled into fp16 by a power of two a head,
+  weights round to fp16;
 - BF16 rows stay BF16, and so does q; weights are split into two BF16 terms, since one
-would cost more
-  accuracy (2^-9) than the output's own rounding;
+  would cost more accuracy (2^-9) than the output's own rounding;
 - V4's rows become BF16: an E4M3 value times a power of two is exact there. Their last
-64 dimensions, BF16 in the
-  row, are a product of their own;
-- V32's E4M3 values become BF16 (exact), and their float32 scales stay outside: those of
-K multiply the products of
-  128 dimensions, those of V the weights, before these are split into two terms.
+  64 dimensions, BF16 in the row, are a product of their own;
+- V32's E4M3 values become BF16 (exact), and their float32 scales stay outside: those
+  of K multiply the products of 128 dimensions, those of V the weights, before these
+  are split into two terms.
 
 The number of splits is a function of the shapes alone and partial results are merged in
 a fixed order, so equal inputs give equal bits.
