@@ -406,6 +406,14 @@ def nvfp4_layer(make, weights):
     return layer, torch.cat([make(weight)[1] for weight in weights])
 
 
+def weights_of(sizes):
+    weights = [torch.randn(32, 64).clamp(-3, 3) * size for size in sizes]
+    for weight in weights:
+        weight[0, 0] = 4 * weight.abs().max()
+    weights[1][0, 0] = weights[0][0, 0] * sizes[1]
+    return weights
+
+
 def modelopt_method():
     from vllm.model_executor.layers.quantization import modelopt
 
@@ -418,11 +426,7 @@ def modelopt_method():
 @pytest.mark.parametrize("sizes", [(1.0, 37.0), (1.0, 1.0)])
 def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch, make, sizes):
     torch.manual_seed(1)
-    weights = [torch.randn(32, 64).clamp(-3, 3) * size for size in sizes]
-    for weight in weights:
-        weight[0, 0] = 4 * weight.abs().max()
-    weights[1][0, 0] = weights[0][0, 0] * sizes[1]
-    layer, represented = nvfp4_layer(make, weights)
+    layer, represented = nvfp4_layer(make, weights_of(sizes))
     if make is modelopt_nvfp4:
         method = modelopt_method()
     else:
@@ -435,10 +439,23 @@ def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch
     quantised_linears._after_loading(method, quantised_linears._keep_shard_scales)
     method.process_weights_after_loading(layer)
     x = torch.randn(3, 64, dtype=torch.bfloat16)
-    expected = x.float() @ represented.T
-    out = method.apply(layer, x).float()
-    assert ((out - expected).norm(dim=0) / expected.norm(dim=0)).max() < 2**-7
+
+    def is_right():
+        expected = x.float() @ represented.T
+        out = method.apply(layer, x).float()
+        return ((out - expected).norm(dim=0) / expected.norm(dim=0)).max() < 2**-7
+
+    assert is_right()
     assert hasattr(layer, "dsv4_rest_of_scale") is (sizes[0] != sizes[1])  # else nothing more runs
+    # New weights, as vLLM loads them into a running server: its graphs have the kernels of the first.
+    for new in (sizes, (1.0, 1.0), sizes):
+        layer, represented = nvfp4_layer(make, weights_of(new))
+        method.process_weights_after_loading(layer)
+        assert is_right()
+    if sizes[0] == sizes[1]:
+        layer, represented = nvfp4_layer(make, weights_of((1.0, 37.0)))
+        with pytest.raises(ValueError, match="start the server anew with them"):
+            method.process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize("name, inverse", [("w13_weight_scale_2", False), ("w13_weight_global_scale", True)])

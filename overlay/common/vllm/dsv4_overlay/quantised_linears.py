@@ -456,15 +456,13 @@ def _expand_wo_a(
                 "DeepGEMM; do not turn that off."
             )
         return
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
     parameters = dict(layer.named_parameters(recurse=False))
     widths = getattr(layer, "logical_widths", None)
     weight = dequantise(parameters, widths).to(torch.bfloat16)
     for name in parameters:
         delattr(layer, name)
+    # Its method stays, for weights that are loaded anew. Nobody calls the layer.
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.quant_method = UnquantizedLinearMethod()
     logger.info_once(
         "wo_a has been expanded to BF16: the grouped product runs on FP8 in blocks of "
         "128 or on this."
@@ -479,16 +477,26 @@ def _keep_shard_scales(
     """vLLM takes one scale for all tensors of a fused NVFP4 layer, the largest factor
     or divisor, also where they differ; what is left of the others' scales multiplies
     their outputs, which is one more launch."""
-    rest = None
-    if hasattr(layer, "weight_scale_2") or hasattr(layer, "weight_global_scale"):
-        scales = nvfp4_shard_scales(dict(layer.named_parameters(recurse=False)))
-        if len(scales) > 1 and not torch.equal(scales, scales[:1].expand_as(scales)):
-            taken = scales.max() if hasattr(layer, "weight_scale_2") else scales.min()
-            widths = torch.tensor(layer.logical_widths, device=scales.device)
-            rest = (scales / taken).repeat_interleave(widths)
+    if not (hasattr(layer, "weight_scale_2") or hasattr(layer, "weight_global_scale")):
+        return stock(layer)
+    scales = nvfp4_shard_scales(dict(layer.named_parameters(recurse=False)))
+    taken = scales.max() if hasattr(layer, "weight_scale_2") else scales.min()
+    widths = torch.tensor(layer.logical_widths, device=scales.device)
+    rest = (scales / taken).repeat_interleave(widths)
     stock(layer)
-    if rest is not None:
-        layer.register_buffer("dsv4_rest_of_scale", rest, persistent=False)
+    # Where weights are loaded anew, the method has the wrapper already, or CUDA graphs
+    # were captured without it.
+    loaded_before, method.dsv4_loaded = hasattr(method, "dsv4_loaded"), True
+    is_wrapped = getattr(method.apply, "func", None) is _apply_rest_of_scale
+    if not is_wrapped and (rest == 1).all():
+        return
+    if not is_wrapped and loaded_before:
+        raise ValueError(
+            "The tensors of a fused NVFP4 layer have scales that differ, and in the "
+            "weights before these they did not; start the server anew with them."
+        )
+    layer.register_buffer("dsv4_rest_of_scale", rest, persistent=False)
+    if not is_wrapped:
         method.apply = functools.partial(_apply_rest_of_scale, method.apply)
 
 
