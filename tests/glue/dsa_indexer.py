@@ -6,6 +6,7 @@ import itertools
 import types
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import sparse_attn_indexer as layer
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer
@@ -92,6 +93,21 @@ def built(table, lengths, config):
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=n, num_actual_tokens=n,
         max_query_len=1, max_seq_len=int(lengths.max()), block_table_tensor=table, slot_mapping=torch.zeros(n),
     ))  # fmt: skip
+
+
+def compiled_with_e4m3(config):
+    """What vLLM's indexer has compiled at start-up (0.33.0) that Triton compiles from compute capability 8.9 on."""
+    try:
+        from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+    except ImportError:
+        return []
+    registry, layer.has_deep_gemm = JitWarmupRegistry(config), lambda: True
+    config.kernel_config.enable_jit_warmup = True
+    with set_current_vllm_config(config), registry.activate():
+        layer.SparseAttnIndexer(None, 128, "ue8m0", TOPK, DIM, 1024, 4096, None)
+    asked = [(type(kernel).__name__, kwargs) for kernel, all in registry._registrations.items() for _, kwargs in all]
+    assert asked
+    return [name for name, kwargs in asked if kwargs.get("dtype") == FP8]
 
 
 def wrong_tokens(step, config):

@@ -100,6 +100,7 @@ def main():
     if not hopper.platforms.current_platform.support_deep_gemm():
         import dsa_indexer
 
+        found["differ"] += dsa_indexer.compiled_with_e4m3(config)
         for step in dsa_indexer.STEPS:
             found["differ"] += dsa_indexer.wrong_tokens(step, config)
     draft = next_token_layer(config)

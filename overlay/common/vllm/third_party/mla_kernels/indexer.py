@@ -16,7 +16,7 @@ import triton.language as tl
 from .triton_sparse_mla import _bytes, _converts_e4m3, _from_e4m3
 
 _TOPK_BLOCK = 1024
-_SCORE_HEADS, _SCORE_KEYS = 64, 64
+_SCORE_HEADS, _SCORE_KEYS = (32, 64), 64  # GLM-5's heads, and V3.2's
 
 
 def indexer_scores(
@@ -313,7 +313,7 @@ def _launch_scores(
             DIM=dim,
             FROM_START=FROM_START,
             HARDWARE_E4M3=_converts_e4m3(q.device),
-            BLOCK_H=_SCORE_HEADS,
+            BLOCK_H=_SCORE_HEADS[heads > _SCORE_HEADS[0]],
             BLOCK_N=_SCORE_KEYS,
             num_warps=4,
         )
