@@ -96,7 +96,7 @@ def built(table, lengths, config):
 
 
 def compiled_with_e4m3(config):
-    """What vLLM's indexer has compiled at start-up (0.33.0) that Triton compiles from compute capability 8.9 on."""
+    """What vLLM's indexer has compiled at start-up (0.33.0) and Triton cannot compile below capability 8.9."""
     try:
         from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     except ImportError:
@@ -105,9 +105,9 @@ def compiled_with_e4m3(config):
     config.kernel_config.enable_jit_warmup = True
     with set_current_vllm_config(config), registry.activate():
         layer.SparseAttnIndexer(None, 128, "ue8m0", TOPK, DIM, 1024, 4096, None)
-    asked = [(type(kernel).__name__, kwargs) for kernel, all in registry._registrations.items() for _, kwargs in all]
+    asked = [(kernel, kwargs) for kernel, calls in registry._registrations.items() for _, kwargs in calls]
     assert asked
-    return [name for name, kwargs in asked if kwargs.get("dtype") == FP8]
+    return [type(kernel).__name__ for kernel, kwargs in asked if kwargs.get("dtype") == FP8]
 
 
 def wrong_tokens(step, config):

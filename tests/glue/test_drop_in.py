@@ -464,6 +464,26 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
     assert (drop_in._device is None) == (why != "config of another kind")
 
 
+@pytest.mark.parametrize("why, problem", [
+    ("library", "it is not built"), ("check", r"its check of v4 rows with 8 heads failed \(relative error 1\)"),
+    ("warm-up", r"its warm-up failed \(no compiler\)"),
+])  # fmt: skip
+def test_a_drop_in_that_is_asked_for_serves_or_the_server_stops(why, problem, hopper, monkeypatch):
+    def failing(*args):
+        raise checks.Failed("relative error 1")
+
+    if why == "library":
+        monkeypatch.setattr(sm90, "misfit", lambda capability: "it is not built")
+    elif why == "check":
+        monkeypatch.setattr(checks, "check_flash_mla", failing)
+    else:
+        monkeypatch.setattr(index_table, "warm_up", no_compiler)
+    monkeypatch.setenv(drop_in.VARIABLE, "1")
+    sentence = rf"^VLLM_DSV4_DROP_IN=1 asks for the drop-in, which cannot serve here: {problem}; [^.]*\.$"
+    with pytest.raises(ValueError, match=sentence):
+        drop_in.padded_heads(8, 64)
+
+
 @pytest.mark.parametrize("where", ["variable", "config", "name"])
 def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper, monkeypatch):
     if where == "variable":

@@ -236,7 +236,11 @@ def _has_fp8_experts() -> bool:
 
 def _decide(additional_config: object) -> None:
     """Once a process: whether our kernels serve the current GPU; one line in the log
-    says so, or why not."""
+    says so, or why not.
+
+    Raises:
+        ValueError: they do not, and the variable is 1. One sentence.
+    """
     global _decided, _device
     if _decided:
         return
@@ -255,6 +259,7 @@ def _decide(additional_config: object) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     if problem := sm90.misfit(torch.cuda.get_device_capability(device)):
+        _refuse_if_asked_for(problem)
         logger.info(
             "FlashMLA has its sparse calls; the drop-in (%s) does not: %s.",
             native.LIBRARY,
@@ -269,6 +274,7 @@ def _decide(additional_config: object) -> None:
         what = "warm-up"
         index_table.warm_up(device)
     except Exception as error:  # whatever it is, FlashMLA can serve
+        _refuse_if_asked_for(f"its {what} failed ({error})")
         logger.warning(
             "FlashMLA has its sparse calls; the drop-in (%s) failed its %s: %s",
             native.LIBRARY,
@@ -283,6 +289,14 @@ def _decide(additional_config: object) -> None:
         native.LIBRARY,
         VARIABLE,
     )
+
+
+def _refuse_if_asked_for(problem: str) -> None:
+    if os.environ.get(VARIABLE) == "1":
+        raise ValueError(
+            f"{VARIABLE}=1 asks for the drop-in, which cannot serve here: {problem}; "
+            "without the variable FlashMLA serves where the drop-in cannot."
+        )
 
 
 @functools.cache
