@@ -245,6 +245,19 @@ def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, need
     assert quantised_linears._needed(config, checkpoint) is needed
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_dsparks_draft_is_refused_where_the_series_has_work(monkeypatch, needed):
+    monkeypatch.setattr(quantised_linears, "_needed", lambda *_: needed)
+    config = SimpleNamespace(
+        quant_config=SimpleNamespace(), model_config=None, load_config=SimpleNamespace(load_format="dummy"),
+        speculative_config=SimpleNamespace(method="dspark"),
+    )  # fmt: skip
+    if not needed:
+        return quantised_linears.adapt(config)
+    with pytest.raises(ValueError, match=r"^The series quantised-linears does not load DSpark's draft [^.]*\.$"):
+        quantised_linears.adapt(config)
+
+
 def test_weights_that_vllm_quantises_at_load_are_left_to_it():
     config = SimpleNamespace(get_name=lambda: "fp8")
     names = ["layers.0.attn.wq_a.weight", "layers.0.ffn.gate.weight", "layers.0.ffn.gate.bias", "norm.weight"]

@@ -99,7 +99,11 @@ class Checkpoint(NamedTuple):
 
 def adapt(vllm_config: "VllmConfig") -> None:
     """Make `vllm_config.quant_config` fit this checkpoint, before the model's layers
-    are made with it. Nothing happens if vLLM loads the checkpoint itself."""
+    are made with it. Nothing happens if vLLM loads the checkpoint itself.
+
+    Raises:
+        ValueError: it would be served with DSpark. One sentence.
+    """
     quant_config = vllm_config.quant_config
     if quant_config is None or hasattr(quant_config, "dsv4_checkpoint"):
         return
@@ -109,6 +113,13 @@ def adapt(vllm_config: "VllmConfig") -> None:
         checkpoint = _read(model.model, model.revision)
     if not _needed(quant_config, checkpoint):
         return
+    speculative = vllm_config.speculative_config
+    if speculative and speculative.method == "dspark":
+        # The draft gets a configuration of its own, to which nothing here is done.
+        raise ValueError(
+            "The series quantised-linears does not load DSpark's draft of a checkpoint "
+            "that needs the series; omit --speculative-config."
+        )
     quant_config.dsv4_checkpoint = checkpoint
     quant_config.packed_modules_mapping = {
         **quant_config.packed_modules_mapping,
