@@ -96,13 +96,13 @@ def check(kernel, warps, constants, **types):
 floats = dict(weights_ptr="*fp32", out_ptr="*fp32", scales_ptr="*fp32")
 paged = dict(scales_ptr=None, starts_ptr=None, FROM_START=False)
 for heads in indexer._SCORE_HEADS:
-    tile = dict(DIM=128, HARDWARE_E4M3=arch >= 89, BLOCK_H=heads, BLOCK_N=indexer._SCORE_KEYS)
+    tile = dict(DIM=128, CLEAN=False, HARDWARE_E4M3=arch >= 89, BLOCK_H=heads, BLOCK_N=indexer._SCORE_KEYS)
     check(indexer._scores_kernel, 4, tile | paged, q_ptr="*u8", keys_ptr="*u8", **floats)
     for from_start in (False, True):
         check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, FROM_START=from_start), q_ptr="*u8",
               keys_ptr="*u8", **floats)
-check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, scales_ptr=None, FROM_START=False), q_ptr="*bf16",
-      keys_ptr="*bf16", **floats)
+check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, scales_ptr=None, FROM_START=False, CLEAN=True),
+      q_ptr="*bf16", keys_ptr="*bf16", **floats)
 check(indexer._topk_kernel, 8, dict(BLOCK=indexer._TOPK_BLOCK), scores_ptr="*fp32")
 check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK, prefill_ptr=None, starts_ptr=None))
 check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))

@@ -28,6 +28,7 @@ def indexer_scores(
     ends: torch.Tensor,
     width: int | None = None,
     *,
+    clean: bool = True,
     provider: str | None = None,
 ) -> torch.Tensor:
     """Scores of keys that lie together, those of a chunk's requests one after another.
@@ -41,10 +42,13 @@ def indexer_scores(
         starts, ends: int32 `[tokens]`: token t sees keys `starts[t]` to `ends[t] - 1`.
         width: None: column n is key n. Else: column n of token t is key
             `starts[t] + n`, and there are `width` columns.
+        clean: False may leave what a token does not see undefined, and so costs what
+            it sees, not what is there.
         provider: "reference" or "triton"; None picks by the device.
 
     Returns:
-        float32 `[tokens, keys or width]`, -inf where a token does not see the key.
+        float32 `[tokens, keys or width]`, -inf where a token does not see the key
+        (but see `clean`).
 
     Raises:
         ValueError: an argument does not fit. One sentence.
@@ -78,6 +82,7 @@ def indexer_scores(
             ends=ends,
             limit=len(keys),
             FROM_START=width is not None,
+            CLEAN=clean,
         )
     return out
 
@@ -90,6 +95,7 @@ def paged_indexer_scores(
     block_table: torch.Tensor,
     width: int,
     *,
+    clean: bool = True,
     provider: str | None = None,
 ) -> torch.Tensor:
     """Scores of the keys in vLLM's indexer cache.
@@ -103,10 +109,12 @@ def paged_indexer_scores(
             with a q_len of 1.
         block_table: int32 `[batch, blocks]`.
         width: columns, at least the largest of `context_lens`.
+        clean: False may leave what a token does not see undefined, and so costs what
+            it sees, not `width`.
         provider: "reference" or "triton"; None picks by the device.
 
     Returns:
-        float32 `[batch * q_len, width]`, -inf from `context_lens` on.
+        float32 `[batch * q_len, width]`, -inf from `context_lens` on (but see `clean`).
 
     Raises:
         ValueError: an argument does not fit. One sentence.
@@ -159,6 +167,7 @@ def paged_indexer_scores(
             limit=len(cache),
             block_size=cache.shape[1],
             q_len=q_len,
+            CLEAN=clean,
         )
     return out
 
@@ -288,6 +297,7 @@ def _launch_scores(
     block_size: int = 1,
     q_len: int = 1,
     FROM_START: bool = False,
+    CLEAN: bool = True,
 ) -> None:
     tokens, heads, dim = q.shape
     columns = out.shape[1]
@@ -312,6 +322,7 @@ def _launch_scores(
             q_len,
             DIM=dim,
             FROM_START=FROM_START,
+            CLEAN=CLEAN,
             HARDWARE_E4M3=_converts_e4m3(q.device),
             BLOCK_H=_SCORE_HEADS[heads > _SCORE_HEADS[0]],
             BLOCK_N=_SCORE_KEYS,
@@ -344,6 +355,7 @@ def _scores_kernel(
     q_len,
     DIM: tl.constexpr,
     FROM_START: tl.constexpr,
+    CLEAN: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -367,11 +379,12 @@ def _scores_kernel(
         key = column
         begin = start
     if (first >= end) | (first + BLOCK_N <= begin):
-        tl.store(
-            out_ptr,
-            tl.full((BLOCK_N,), float("-inf"), tl.float32),
-            mask=column < columns,
-        )
+        if CLEAN:
+            tl.store(
+                out_ptr,
+                tl.full((BLOCK_N,), float("-inf"), tl.float32),
+                mask=column < columns,
+            )
         return
 
     if table_ptr is not None:
