@@ -86,17 +86,16 @@ from gpu_watch import Watch
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
-ON_REQUEST = "fp8_experts"  # needs a series that is not applied by default
-ENVIRONMENT = {
-    "flashmla": STOCK_KERNELS, "drop_in": DROP_IN, ON_REQUEST: DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)
-}  # fmt: skip
 RUNS = {
     "flashmla": STOCK,
     "drop_in": STOCK,
     "fp8": {"attention_backend": BACKEND, "kv_cache_dtype": "fp8_per_tensor"},
     "bf16": {"attention_backend": BACKEND, "kv_cache_dtype": "bfloat16"},
-    ON_REQUEST: STOCK | {"additional_config": {"dsv4_fp8_experts": 2048}},
 }
+# It needs a series that is not applied by default.
+ON_REQUEST = {"fp8_experts": STOCK | {"additional_config": {"dsv4_fp8_experts": 2048}}}
+ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
+               **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 LEAST_CONTEXT = 2304
@@ -174,7 +173,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         compilation_config=graphs,
         seed=0,
         **weights,
-        **(RUNS | SPARSE_MLA)[kind(job["run"])],
+        **(RUNS | ON_REQUEST | SPARSE_MLA)[kind(job["run"])],
     )
 
 
@@ -364,8 +363,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not args.made and not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash, v3.2")
     args.config = args.made or model_settings(args.model)
-    there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS)
-    runs = [r for r in args.runs.split(",") if r] if args.runs else [r for r in there if r != ON_REQUEST]
+    there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS | ON_REQUEST)
+    runs = [r for r in args.runs.split(",") if r] if args.runs else [r for r in there if r not in ON_REQUEST]
     unknown = [r for r in runs if r not in there]
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {there}")

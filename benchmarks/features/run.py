@@ -211,6 +211,10 @@ class Run:
         return found
 
 
+def is_v41(config: dict[str, Any]) -> bool:
+    return config["model_type"].startswith("deepseek_v41")
+
+
 def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Keyword arguments of `LLM`; without changes those of the reference."""
     plain = dict(
@@ -230,7 +234,7 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         seed=0,
     )
     config = model_settings(Path(job["model"]))
-    if config["model_type"].startswith("deepseek_v41"):
+    if is_v41(config):
         plain["language_model_only"] = True  # blocks are of 64 tokens: vLLM's choice on Hopper
     else:
         plain["block_size"] = 64 if has_sparse_mla(config) else 256

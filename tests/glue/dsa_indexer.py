@@ -19,6 +19,7 @@ STEPS = {
     "drafts": ((900, 1), (640, 3), (20, 2)),
     "prefills": ((700, 5), (600, 3)),
 }
+NEWER = hasattr(layer, "get_indexer_topk")  # 0.33.0
 # What 0.33.0's has and 0.22.1's has not.
 MORE = {"use_pcp": False, "pcp_shard_decode_requests": False, "dense_mha_metadata_layer_name": ""}
 
@@ -150,7 +151,8 @@ def wrong_tokens(step, config):
                     local_total_seq_lens=total, max_local_total_seq_lens=total),
         )])  # fmt: skip
     layer.ops, layer.current_workspace_manager = Operators, Workspaces
-    layer.pack_seq_triton, layer.unpack_seq_triton = pack, unpack
+    if NEWER:  # whose launcher takes no interpreted kernel
+        layer.pack_seq_triton, layer.unpack_seq_triton = pack, unpack
     layer.get_indexer_topk = lambda backend: lambda scores, lengths, _, picks, *sizes: take_first(
         scores, lengths, picks
     )

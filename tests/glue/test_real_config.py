@@ -352,8 +352,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
             requests.append(json.loads(command[-1]))
             graphs.append("FULL_DECODE_ONLY")
             expected.append(ours if requests[-1]["kv_cache_dtype"] == "fp8_per_tensor" else stock)
-    runs = [run for run in throughput.RUNS if run != throughput.ON_REQUEST]  # which needs a series
-    for run in runs:
+    for run in throughput.RUNS:
         args = throughput.parse_args(["--model", str(models / "flash"), "--out", str(tmp_path / "t"), "--tp", "4"])
         arguments = throughput.engine_arguments(throughput.make_job(args, run, None))
         requests.append(arguments | {"distributed_executor_backend": "mp"})
@@ -361,7 +360,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     answers = on_hopper(applied, models, requests, VLLM_USE_BREAKABLE_CUDAGRAPH="1")
     assert [answer.get("error") for answer in answers] == [None] * len(answers)
     assert [answer["graphs"] for answer in answers] == graphs
-    expected += [ours if run in ("fp8", "bf16") else stock for run in runs]
+    expected += [ours if run in ("fp8", "bf16") else stock for run in throughput.RUNS]
     assert [answer["layers"]["backend"] for answer in answers] == expected
 
 
