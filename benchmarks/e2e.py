@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,12 +29,32 @@ import numpy as np
 STOCK_KERNELS, DROP_IN = {"VLLM_DSV4_DROP_IN": "0"}, {"VLLM_DSV4_DROP_IN": "1"}
 # Of DeepSeek V3.2 and GLM-5, over either of their caches: FlashMLA as stock vLLM has it, and our backend. They run
 # with STOCK_KERNELS: what our kernels serve is then MLA_KERNELS_SPARSE's.
+SPARSE_MLA_CACHES = {"bf16": "auto", "fp8": "fp8_ds_mla"}
 SPARSE_MLA = {
     f"{name}_{cache}": {"attention_backend": backend, "kv_cache_dtype": dtype}
-    for cache, dtype in {"bf16": "auto", "fp8": "fp8_ds_mla"}.items()
+    for cache, dtype in SPARSE_MLA_CACHES.items()
     for name, backend in {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}.items()
 }
 SPARSE_MLA_BASE = {"sparse_bf16": "flashmla_bf16", "sparse_fp8": "flashmla_fp8"}
+# What vLLM chooses by itself on GPUs of these compute capabilities, with the series sparse-mla; see `stand_in`.
+CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9)}
+STAND_INS = {
+    f"{sm}_{cache}": {"kv_cache_dtype": dtype} for sm in CAPABILITIES for cache, dtype in SPARSE_MLA_CACHES.items()
+}
+# For nodes of one host: NCCL over TCP, and no all-reduce that asks for the GPUs of others.
+NODES = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+# What `vllm serve --headless` runs once it has parsed its options.
+HEADLESS = """
+import argparse, json, sys
+from vllm.entrypoints.cli.serve import run_headless
+run_headless(argparse.Namespace(api_server_count=0, **json.loads(sys.argv[1])))
+"""
 MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
 LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
 
@@ -138,6 +159,60 @@ def child_environment(**changes: str) -> dict[str, str]:
     here = str(Path(__file__).resolve().parent)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)
     return env | changes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def ranks_share_a_gpu() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES names a GPU more than once, each time for another rank."""
+    gpus = visible_gpus()
+    return len(set(gpus)) < len(gpus)
+
+
+def node_environment(rank: int) -> dict[str, str]:
+    """For one rank on its GPU. NCCL takes ranks of one host for those of several, and so lets them share a GPU."""
+    return NODES | {"CUDA_VISIBLE_DEVICES": visible_gpus()[rank], "NCCL_HOSTID": f"rank {rank}"}
+
+
+def start_nodes(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[subprocess.Popen]]:
+    """Start vLLM on every visible GPU but the first, a node each; this process is then the first.
+
+    Returns what to add to `arguments`, which are those of `LLM`, and the nodes, which stay until they are killed.
+    """
+    ranks = range(len(visible_gpus()))
+    nodes = {"nnodes": len(ranks), "master_addr": "127.0.0.1", "master_port": free_port()}
+    if ranks_share_a_gpu():
+        nodes["disable_custom_all_reduce"] = True  # it looks for as many GPUs as ranks
+    environments = [node_environment(rank) for rank in ranks]
+    others = []
+    for rank in ranks[1:]:
+        options = json.dumps(arguments | nodes | {"node_rank": rank})
+        environment = os.environ | environments[rank]
+        others.append(subprocess.Popen([sys.executable, "-c", HEADLESS, options], env=environment))
+    os.environ.update(environments[0])
+    return nodes, others
+
+
+def stand_in(name: str) -> None:
+    """Have vLLM and our kernels take this process's GPU for one of `CAPABILITIES` from now on.
+
+    They choose as they would there. What they choose is compiled for the GPU that is there and runs on it. To be
+    called before vLLM makes its configuration, in the process of its workers.
+    """
+    import torch
+    import triton
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    capability = CAPABILITIES[name]
+    triton.runtime.driver.active.get_current_target()  # from here on Triton keeps torch's own function
+    torch.cuda.get_device_capability = lambda device=None: capability
+    found = DeviceCapability(*capability)
+    type(current_platform).get_device_capability = classmethod(lambda cls, device_id=0: found)
 
 
 def run_child(command: list[str], log_file: Path, env: dict[str, str], timeout: float) -> tuple[Any, float]:

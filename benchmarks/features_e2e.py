@@ -5,6 +5,11 @@
     python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json              # one GPU
     python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json --gpus 2     # what needs two
 
+Ranks may share a GPU, which says nothing about their speed: one that CUDA_VISIBLE_DEVICES names twice has two,
+each a node of its own, with NCCL over TCP:
+
+    CUDA_VISIBLE_DEVICES=0,0 python benchmarks/features_e2e.py --model /tmp/mini-v4 --out features.json --gpus 2
+
 With 8 heads a GPU, as tensor parallel 8 has of 64:
 
     python scripts/make_mini_checkpoint.py /tmp/mini-v4-32 --heads 32
@@ -14,6 +19,9 @@ DeepSeek V3.2 and GLM-5, with MLA_KERNELS_SPARSE over a BF16 cache or, as sparse
 
     python scripts/make_mini_checkpoint.py /tmp/mini-v32-16 --model v3.2 --heads 16
     python benchmarks/features_e2e.py --model /tmp/mini-v32-16 --out features-v32.json --backend sparse_bf16
+
+With sm80_bf16, sm80_fp8, sm89_bf16 and sm89_fp8 the GPU stands in for one of compute capability 8.0 or 8.9: vLLM
+and our kernels choose as they do there, the backend too. These are measured against their own plain run.
 
 DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla and stock, and is served without
 images. The numbers of cached tokens in `prefix`, `offload`, `offload_simple` and `disaggregated` are V4's.
@@ -54,7 +62,6 @@ from pathlib import Path
 from typing import Any
 
 from e2e import (
-    SPARSE_MLA,
     has_sparse_mla,
     kept,
     machine,
@@ -67,7 +74,7 @@ from e2e import (
 from features import one_gpu, several_gpus  # noqa: F401  (steps register themselves)
 from features.parent import run_step
 from features.report import NOT_RUN, report
-from features.run import BACKENDS, BASE, STEP, Run
+from features.run import BACKENDS, BASE, OF_SPARSE_MLA, STEP, Run
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -91,8 +98,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not (args.model / "model.safetensors.index.json").is_file():
         parser.error(f"{args.model} holds no checkpoint; write one with scripts/make_mini_checkpoint.py")
     config = model_settings(args.model)
-    if has_sparse_mla(config) != (args.backend in SPARSE_MLA):
-        fit = [b for b in BACKENDS if has_sparse_mla(config) == (b in SPARSE_MLA)]
+    if has_sparse_mla(config) != (args.backend in OF_SPARSE_MLA):
+        fit = [b for b in BACKENDS if has_sparse_mla(config) == (b in OF_SPARSE_MLA)]
         parser.error(f"{args.model} has no --backend {args.backend}; it has {', '.join(fit)}")
     asked = named or [n for n, s in STEP.items() if s.gpus == args.gpus]
     args.left_out = [f"{n}: {why}" for n in asked if (why := STEP[n].lacks(args.backend, config))]

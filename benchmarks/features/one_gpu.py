@@ -136,7 +136,7 @@ def chunked(run: Run) -> None:
 def speculation(run: Run, drafts: int, **settings: Any) -> None:
     graphs = GRAPHS["compilation_config"] | {"cudagraph_capture_sizes": [s * (1 + drafts) for s in SIZES]}
     speculative = {"num_speculative_tokens": drafts, **settings}
-    if run.job["backend"] in SPARSE_MLA:  # vLLM chooses for the draft by itself
+    if run.job["backend"] in SPARSE_MLA:  # else vLLM chooses for the draft by itself
         speculative["attention_backend"] = SPARSE_MLA[run.job["backend"]]["attention_backend"]
     run.start(**GRAPHS | {"compilation_config": graphs}, speculative_config=speculative, disable_log_stats=False)
     used = count_graphs()

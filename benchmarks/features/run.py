@@ -16,6 +16,7 @@ from e2e import (
     DROP_IN,
     SPARSE_MLA,
     SPARSE_MLA_BASE,
+    STAND_INS,
     STOCK_KERNELS,
     has_sparse_mla,
     import_flashinfer,
@@ -23,6 +24,8 @@ from e2e import (
     make_prompts,
     model_settings,
     positions,
+    ranks_share_a_gpu,
+    stand_in,
 )
 
 from .comparison import allowed, difference
@@ -35,9 +38,11 @@ BACKENDS = {
     "flashmla": {"kv_cache_dtype": "fp8"},  # vLLM's choice for these rows
     "stock": {"kv_cache_dtype": "fp8"},
     **SPARSE_MLA,
+    **STAND_INS,
 }
+OF_SPARSE_MLA = [*SPARSE_MLA, *STAND_INS]  # for DeepSeek V3.2 and GLM-5
 # Without the drop-in FlashMLA is what it is in stock vLLM.
-ENVIRONMENT = {"flashmla": STOCK_KERNELS, "stock": DROP_IN, **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}
+ENVIRONMENT = {"flashmla": STOCK_KERNELS, "stock": DROP_IN, **dict.fromkeys(OF_SPARSE_MLA, STOCK_KERNELS)}
 # What a backend is measured against, if not its own plain run.
 BASE = {"stock": "flashmla", **SPARSE_MLA_BASE}
 # Over the rows of FlashMLA: it, and what is measured against it.
@@ -60,6 +65,7 @@ class Step:
     function: Callable[[Run], None]
     environment: dict[str, str]
     backends: list[str]
+    shared: bool  # whether its ranks may share a GPU
     drafts: str | None  # of the checkpoint: "mtp" or "dspark"
     package: str | None
 
@@ -71,8 +77,10 @@ class Step:
         if self.drafts not in (None, drafts):
             return f"needs a checkpoint with drafts of {self.drafts}"
         if backend not in self.backends:
-            of_the_model = [b for b in self.backends if (b in SPARSE_MLA) == (backend in SPARSE_MLA)]
+            of_the_model = [b for b in self.backends if (b in OF_SPARSE_MLA) == (backend in OF_SPARSE_MLA)]
             return f"is for --backend {' and '.join(of_the_model)}"
+        if not self.shared and ranks_share_a_gpu():
+            return "needs a GPU for every rank"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}"
         return None
@@ -85,6 +93,7 @@ def step(
     gpus: int = 1,
     *,
     backends: list[str] | None = None,
+    shared: bool = True,
     drafts: str | None = None,
     package: str | None = None,
     **env: str,
@@ -92,7 +101,8 @@ def step(
     """Register a step that needs all that and these environment variables; its docstring is its help."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
-        STEP[function.__name__] = Step(gpus, function, env, backends or list(BACKENDS), drafts, package)
+        where = backends or list(BACKENDS)
+        STEP[function.__name__] = Step(gpus, function, env, where, shared, drafts, package)
         return function
 
     return register
@@ -121,6 +131,8 @@ class Run:
         """An `LLM`, by default as the reference's."""
         begin = time.perf_counter()
         import_flashinfer()
+        if self.job["backend"] in STAND_INS:
+            stand_in(self.job["backend"].split("_")[0])
         from vllm import LLM
 
         arguments = engine_arguments(self.job, **changes)
@@ -168,7 +180,7 @@ class Run:
             return
         calls = self.llm.collective_rpc("drop_in_calls")
         served = [sum(of_a_worker.values()) for of_a_worker in calls]
-        if self.job["backend"] in BASE:
+        if self.job["backend"] in (*BASE, *STAND_INS):
             self.check("our kernels served every worker", min(served) > 0, calls)
         else:
             self.check("no kernel of ours served", max(served) == 0, calls)

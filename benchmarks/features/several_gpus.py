@@ -1,10 +1,9 @@
-"""The steps of several processes: on several GPUs of one host, and two instances on one GPU."""
+"""The steps of several processes: on several GPUs of one host, or sharing one."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,16 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import visible_gpus
+from e2e import free_port, node_environment, ranks_share_a_gpu, start_nodes
 
 from .run import ENTRY, GRAPHS, LENGTHS, STEPS, Run, engine_arguments, step
 
 
-def parallel(run: Run, **sizes: int) -> None:
+def parallel(run: Run, as_nodes: bool = False, **sizes: Any) -> None:
+    others = []
+    run.save(ranks_share_a_gpu=ranks_share_a_gpu())
+    if as_nodes or ranks_share_a_gpu():
+        nodes, others = start_nodes(engine_arguments(run.job, **GRAPHS, **sizes))
+        sizes |= nodes
     run.start(**GRAPHS, **sizes)
     run.generate(run.prompts)
     out = run.generate(run.prompts, prompt_logprobs=True)
     run.compare("output", run.reference(), out, other_arithmetic=True)
+    for other in others:  # they stay when this one ends; run_child ends all
+        run.check("the other nodes were there to the end", other.poll() is None, other.poll())
 
 
 @step(gpus=2)
@@ -48,33 +54,10 @@ def tp2_pp2(run: Run) -> None:
     parallel(run, tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-# What `vllm serve --headless` runs once it has parsed its options.
-HEADLESS = """
-import argparse, json, sys
-from vllm.entrypoints.cli.serve import run_headless
-run_headless(argparse.Namespace(api_server_count=0, **json.loads(sys.argv[1])))
-"""
-
-
-@step(gpus=2, VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+@step(gpus=2)
 def nodes2(run: Run) -> None:
     """Tensor parallel 2 over two nodes, of one host: vLLM's multiprocessing executor, NCCL over TCP."""
-    nodes = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port(), "tensor_parallel_size": 2}
-    # NCCL takes processes of one host for those of two.
-    gpus = visible_gpus()
-    here, there = ({"CUDA_VISIBLE_DEVICES": gpu, "NCCL_HOSTID": f"node of GPU {gpu}"} for gpu in gpus[:2])
-    arguments = json.dumps(engine_arguments(run.job, **GRAPHS, **nodes, node_rank=1))
-    other = subprocess.Popen([sys.executable, "-c", HEADLESS, arguments], env=os.environ | there)
-    os.environ.update(here)
-    parallel(run, **nodes)
-    # It stays when this one ends; run_child ends both.
-    run.check("the other node was there to the end", other.poll() is None, other.poll())
+    parallel(run, as_nodes=True, tensor_parallel_size=2)
 
 
 def start_part(name: str, job: dict[str, Any], job_file: Path, environment: dict[str, str]) -> subprocess.Popen:
@@ -84,6 +67,7 @@ def start_part(name: str, job: dict[str, Any], job_file: Path, environment: dict
 
 
 def data_parallel(run: Run, ranks: int, tp: int) -> None:
+    run.save(ranks_share_a_gpu=ranks_share_a_gpu())
     port, files = free_port(), [Path(f"{run.job['out']}.rank{rank}.npz") for rank in range(ranks)]
     children = []
     for rank, file in enumerate(files):
@@ -96,6 +80,8 @@ def data_parallel(run: Run, ranks: int, tp: int) -> None:
             "VLLM_DP_MASTER_PORT": str(port),
         }
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # ranks keep step with each other in engine processes
+        if ranks_share_a_gpu():
+            env |= node_environment(rank) | {"VLLM_DP_RANK_LOCAL": "0"}
         job = run.job | {"rank": rank, "tp": tp, "files": [str(f) for f in files]}
         children.append(start_part("data_parallel_rank", job, Path(f"{run.job['out']}.rank{rank}.job.json"), env))
     statuses = [child.wait() for child in children]
@@ -132,7 +118,7 @@ def dp2_ep(run: Run) -> None:
     data_parallel(run, ranks=2, tp=1)
 
 
-@step(gpus=4)
+@step(gpus=4, shared=False)
 def dp2_tp2_ep(run: Run) -> None:
     """Data parallel 2 of tensor parallel 2, experts spread over all four."""
     data_parallel(run, ranks=2, tp=2)

@@ -316,6 +316,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     if "VLLM_USE_BREAKABLE_CUDAGRAPH" not in (applied / "vllm/envs.py").read_text():
         pytest.skip("the scripts use VLLM_USE_BREAKABLE_CUDAGRAPH, which vLLM has from 0.22.0 on")
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import e2e
     import throughput
     from features import one_gpu, several_gpus  # noqa: F401
     from features.run import GRAPHS, STEP, Run, engine_arguments
@@ -327,6 +328,7 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
     monkeypatch.setattr(Run, "start", start)
     popen = SimpleNamespace(Popen=lambda command, env: others.append(command))
     monkeypatch.setattr(several_gpus, "subprocess", popen)
+    monkeypatch.setattr(e2e, "subprocess", popen)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")  # disaggregated changes it
     requests, graphs, expected, others = [], [], [], []
     ours, stock = "DeepseekV4FullCacheBackend", FLASHMLA
