@@ -209,7 +209,9 @@ def stand_in(name: str) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     capability = CAPABILITIES[name]
-    triton.runtime.driver.active.get_current_target()  # from here on Triton keeps torch's own function
+    # FlashInfer and Triton compile for the GPU that is there.
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "{}.{}a".format(*torch.cuda.get_device_capability())
+    triton.runtime.driver.active.get_current_target()  # which keeps torch's own function from here on
     torch.cuda.get_device_capability = lambda device=None: capability
     found = DeviceCapability(*capability)
     type(current_platform).get_device_capability = classmethod(lambda cls, device_id=0: found)
