@@ -19,7 +19,7 @@ GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
 # The series that a backend of features_e2e.py runs; none for FlashMLA alone.
 BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
             "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
-RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of the bar
+RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of a bar
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H100": "hopper", "H200": "hopper"}
 DETAILS = "docs/releases.md"
