@@ -225,7 +225,7 @@ def child(job: dict[str, Any]) -> None:
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
             **spec["compilation"],
         }
-    if ranks_share_a_gpu():
+    if job["tp"] > 1 and ranks_share_a_gpu():
         kwargs |= start_nodes(kwargs)[0]
     log(f"LLM({kwargs})")
     llm = LLM(**kwargs)

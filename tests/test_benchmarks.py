@@ -112,6 +112,50 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
         features_e2e.main([*options, "tp4"])
 
 
+@pytest.mark.parametrize("gpus, shared", [("4,4,4", True), ("4,5,6", False)])
+def test_nodes_of_one_host(monkeypatch, gpus, shared):
+    """Each rank is a node on its GPU, which NCCL must not know to be on one host where they share one."""
+    others, here = [], {"CUDA_VISIBLE_DEVICES": gpus, "PATH": "/bin"}
+    popen = SimpleNamespace(Popen=lambda command, env: others.append((json.loads(command[-1]), env)))
+    monkeypatch.setattr(e2e, "subprocess", popen)
+    monkeypatch.setattr(e2e.os, "environ", here)
+    nodes, started = e2e.start_nodes({"model": "m", "tensor_parallel_size": 3})
+    assert len(started) == 2 and nodes["nnodes"] == 3 and nodes.get("disable_custom_all_reduce", False) is shared
+    assert [asked for asked, _ in others] == [
+        {"model": "m", "tensor_parallel_size": 3, "node_rank": rank} | nodes for rank in (1, 2)
+    ]
+    environments = [here, *(env for _, env in others)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == gpus.split(",")
+    assert len({env["NCCL_HOSTID"] for env in environments}) == 3
+    assert all(env["PATH"] == "/bin" and env["NCCL_SOCKET_IFNAME"] == "lo" for env in environments)
+
+
+@pytest.mark.parametrize("name, capability", e2e.CAPABILITIES.items())
+def test_a_gpu_stands_in_for_another(monkeypatch, name, capability):
+    """Triton and FlashInfer go on with the one that is there; all others see the other."""
+
+    class Platform:
+        @classmethod
+        def get_device_capability(cls, device_id=0):
+            return (9, 0)
+
+    asked = []
+    cuda = SimpleNamespace(get_device_capability=lambda device=None: (9, 0))
+    active = SimpleNamespace(get_current_target=lambda: asked.append(cuda.get_device_capability()))
+    fakes = {
+        "torch": SimpleNamespace(cuda=cuda),
+        "triton": SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active))),
+        "vllm.platforms": SimpleNamespace(current_platform=Platform()),
+        "vllm.platforms.interface": SimpleNamespace(DeviceCapability=lambda *capability: capability),
+    }
+    for module, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr(e2e.os, "environ", {})
+    e2e.stand_in(name)
+    assert asked == [(9, 0)] and e2e.os.environ == {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
+    assert cuda.get_device_capability(0) == Platform.get_device_capability(device_id=1) == capability
+
+
 def distance(kl, logprobs):
     return {"decode": {"kl_mean": kl, "logprob_diff_max": logprobs}, "diverged": []}
 
@@ -174,6 +218,8 @@ def test_what_flashmla_differs_from_itself_bounds_the_drop_in():
         ("flashmla", [{}, {"flash_mla_sparse_fwd": 1}], False),
         ("sparse_bf16", [{"flash_mla_sparse_fwd": 1}], True),
         ("sparse_bf16", [{}], False),
+        ("sm80_bf16", [{"flash_mla_sparse_fwd": 1}], True),
+        ("sm80_bf16", [{}], False),
         ("flashmla_fp8", [{"flash_mla_with_kvcache": 1}], False),
     ],
 )
@@ -210,6 +256,7 @@ def test_calls_that_flashmla_has_are_not_counted():
         ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),
         ("fp8", {}, "disaggregated", "needs the package nixl"),
         ("sparse_fp8", {"model_type": "glm_moe_dsa"}, "dspark", "needs a checkpoint with drafts of dspark"),
+        ("sm80_fp8", {"model_type": "glm_moe_dsa"}, "kv_cache", "kv_cache: is for --backend flashmla_bf16"),
     ],
 )
 def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, config, step, words):
@@ -223,6 +270,15 @@ def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, conf
     args = features_e2e.parse_args(options)
     assert step not in args.steps and {"prefix", "tp2"} & set(args.steps)
     assert any(words in line for line in args.left_out)
+
+
+@pytest.mark.parametrize("gpus, left_out", [("0,0,0,0", True), ("0,1,2,3", False)])
+def test_ranks_of_a_data_parallel_rank_do_not_share_a_gpu(tmp_path, monkeypatch, gpus, left_out):
+    checkpoint(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    args = features_e2e.parse_args(["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--gpus", "4"])
+    assert "tp4" in args.steps and ("dp2_tp2_ep" not in args.steps) is left_out
+    assert args.left_out == ["dp2_tp2_ep: needs a GPU for every rank"] * left_out
 
 
 @pytest.mark.parametrize(
@@ -334,6 +390,12 @@ def test_runs_and_bars_of_sparse_mla(tmp_path, capsys):
     found = accuracy_e2e.bars({pair: {"decode": {"kl_mean": value}} for pair, value in kl.items()}, True)
     assert [bar["passed"] for bar in found] == [True, False, None, None]
     assert found[1]["bar"] == "decode: KL(truth|sparse_fp8) <= 1.05 KL(truth|flashmla_fp8)"
+    kl |= {"truth_sm89|sm89_fp8": 1.06e-3}  # a GPU that stands in has FlashMLA's own bars
+    found = accuracy_e2e.bars({pair: {"decode": {"kl_mean": value}} for pair, value in kl.items()}, True)
+    assert [(bar["bar"], bar["passed"]) for bar in found if "sm89" in bar["bar"]] == [
+        ("decode: KL(truth_sm89|sm89_fp8) <= 1.05 KL(truth|flashmla_fp8)", False),
+        ("prompt: KL(truth_sm89|sm89_fp8) <= 1.05 KL(truth|flashmla_fp8)", None),
+    ]
 
 
 def test_a_cache_is_compared_in_its_layout_and_every_block():
