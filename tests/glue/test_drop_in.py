@@ -82,7 +82,7 @@ def stock(monkeypatch):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """As in a new process."""
-    for name, value in (("_installed", False), ("_decided", False), ("_device", None), ("_narrow", False)):
+    for name, value in (("_installed", False), ("_asked_for", None), ("_device", None), ("_narrow", False)):
         monkeypatch.setattr(drop_in, name, value)
     monkeypatch.delenv(drop_in.VARIABLE, raising=False)
 
@@ -100,7 +100,7 @@ def ops(applied, stock):
 @pytest.fixture
 def served(monkeypatch, ops):
     """Our kernels serve this device."""
-    monkeypatch.setattr(drop_in, "_decided", True)
+    monkeypatch.setattr(drop_in, "_asked_for", True)
     monkeypatch.setattr(drop_in, "_device", DEVICE)
     monkeypatch.setattr(drop_in, "_PROVIDER", "triton")
 
@@ -457,7 +457,7 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
     assert [drop_in.padded_heads(heads, 64) for heads in (8, 16, 64)] == [64] * 3
     assert vars(hopper) == before
     if REASONS[why] is None:
-        assert not log and not drop_in._decided
+        assert not log and drop_in._asked_for is None
     else:
         ((level, line),) = log  # one a process
         assert REASONS[why] in line and level == ("warning" if why in ("check", "warm-up") else "info")
@@ -545,9 +545,22 @@ def test_the_decision_is_made_once(hopper, monkeypatch, log):
     ran = []
     monkeypatch.setattr(checks, "check_flash_mla", lambda *arguments: ran.append(arguments))
     assert drop_in.padded_heads(8, 64) == 8
-    monkeypatch.setenv(drop_in.VARIABLE, "0")
+    monkeypatch.setenv(drop_in.VARIABLE, "1")
     assert drop_in.padded_heads(8, 64) == 8
     assert len(ran) == len(set(ran)) == 12 and {provider for provider, *_ in ran} == {"sm90"}
     ((level, line),) = log
     assert level == "info" and "VLLM_DSV4_DROP_IN=0" in line
     assert drop_in._device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
+def test_another_setting_needs_another_process(first, then, hopper, monkeypatch):
+    """The calls are the process's, so a second model of it would not have what it asks for."""
+    monkeypatch.setattr(checks, "check_flash_mla", lambda *arguments: None)
+    hopper.additional_config[drop_in.SETTING] = first
+    assert drop_in.padded_heads(8, 64) == (8 if first else 64)
+    hopper.additional_config[drop_in.SETTING] = then
+    words = {True: "on", False: "off"}
+    sentence = rf"^The drop-in was switched {words[first]} by .* has it {words[then]} in a process of its own\.$"
+    with pytest.raises(ValueError, match=sentence):
+        drop_in.padded_heads(8, 64)

@@ -180,7 +180,7 @@ class Step:
 @pytest.fixture
 def served(monkeypatch):
     """Our kernels serve the CPU."""
-    monkeypatch.setattr(drop_in, "_decided", True)
+    monkeypatch.setattr(drop_in, "_asked_for", True)
     monkeypatch.setattr(drop_in, "_device", CPU)
     monkeypatch.setattr(drop_in, "_PROVIDER", "triton")
 

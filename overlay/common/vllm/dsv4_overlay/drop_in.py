@@ -56,7 +56,7 @@ _PREFILL_HEADS = 32
 _TABLE_BYTES = 32 << 20
 
 _installed = False
-_decided = False
+_asked_for: bool | None = None  # by the settings of the process's first model
 _device: torch.device | None = None  # on which our kernels serve
 _narrow = False  # some layer relies on fewer heads than FlashMLA takes
 
@@ -91,7 +91,8 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
         tokens; `stock` otherwise.
 
     Raises:
-        ValueError: the setting is not one that there is (`switched_on`). One sentence.
+        ValueError: the setting is not one that there is (`switched_on`), or not that of
+            the process's first model. One sentence.
     """
     global _narrow
     if not _installed or not torch.cuda.is_initialized():
@@ -239,13 +240,20 @@ def _decide(additional_config: object) -> None:
     says so, or why not.
 
     Raises:
-        ValueError: they do not, and the variable is 1. One sentence.
+        ValueError: they do not, and the variable is 1; or the settings are not those
+            that decided. One sentence.
     """
-    global _decided, _device
-    if _decided:
-        return
+    global _asked_for, _device
     on = switched_on(additional_config)
-    _decided = True
+    if _asked_for not in (None, on):
+        raise ValueError(
+            f"The drop-in was switched {'on' if _asked_for else 'off'} by an earlier "
+            f"model of this process; run the one that has it {'on' if on else 'off'} "
+            "in a process of its own."
+        )
+    if _asked_for is not None:
+        return
+    _asked_for = on
     if not on:
         logger.info(
             "FlashMLA has its sparse calls: %s or %s in --additional-config "
