@@ -36,7 +36,7 @@ from e2e import log, machine, make_prompts, model_settings, need_gpus, positive,
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 WEIGHT_ONLY = ("nvfp4", "autoround")
-LAYOUTS = (*WEIGHT_ONLY, "nvfp4-experts", "ct-nvfp4", "ct-w4a16")
+LAYOUTS = (*WEIGHT_ONLY, "nvfp4-experts", "ct-nvfp4", "ct-fp8-tensor", "ct-w4a16")
 MARGIN = 1.05
 LENGTHS = [1, 7, 129, 300, 3000]
 

@@ -463,7 +463,7 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
     assert not any(tmp_path.iterdir())  # before a GPU was asked for
     assert stock["expert_dtype"] == "fp4" and "moe_quant_algo" not in stock["quantization_config"]
     for wrong, sentence in (
-        (["--layout", "fp3"], "--layout fp3: --model flash has nvfp4-experts, ct-nvfp4, ct-w4a16, "),
+        (["--layout", "fp3"], "--layout fp3: --model flash has nvfp4-experts, ct-nvfp4, ct-fp8-tensor, "),
         (["--model", "v3.2", "--layout", "nvfp4"], "--layout nvfp4: --model flash has "),
         (["--share-of", "16"], "--share-of is of --model v3.2, and up to 8 of flash."),
     ):

@@ -3,6 +3,7 @@
 nvfp4-experts   NVIDIA's: NVFP4 experts (ModelOpt), all else as DeepSeek has it, FP8 in blocks
 ct-nvfp4        canada-quant's with NVFP4 experts: compressed-tensors, attention with compressors and
                 indexers in FP8 blocks, next-token layers BF16
+ct-fp8-tensor   as ct-nvfp4, with FP8 a tensor in place of FP8 in blocks (no public checkpoint has this)
 ct-w4a16        canada-quant's with experts in 4-bit integers, otherwise the same
 autoround       Intel's: 4-bit integers in GPTQ's packing everywhere but next-token layers
 nvfp4           ModelOpt, every linear NVFP4 (no public checkpoint has this)
@@ -40,6 +41,12 @@ def fp8_blocks(w: torch.Tensor, scale_name: str, scale_dtype: torch.dtype) -> St
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     represented = values.float() * spread[: w.shape[0], : w.shape[1]]
     return {"weight": values, scale_name: scale.to(scale_dtype)}, represented
+
+
+def fp8_tensor(w: torch.Tensor) -> Stored:
+    scale = up_to_power_of_two(w.abs().max().clamp(min=1e-30) / 448)
+    values = (w / scale).to(FP8)
+    return {"weight": values, "weight_scale": scale.view(1)}, values.float() * scale
 
 
 def to_e2m1(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,14 +178,17 @@ class NvidiaNvfp4Experts(Quantised):
 
 
 class CompressedTensors(Quantised):
-    def __init__(self, experts: Callable[[torch.Tensor], Stored]):
+    def __init__(self, experts: Callable[[torch.Tensor], Stored], blocks: bool = True):
         super().__init__()
         self.experts = experts
+        self.blocks = blocks  # FP8 in blocks, or a tensor
 
     def format(self, name: str, kind: str) -> Callable[[torch.Tensor], Stored] | None:
         if name.startswith("mtp.") or name.endswith(".wo_b.weight") and kind == "bf16":
             return None
-        return self.experts if EXPERT.search(name) else lambda w: fp8_blocks(w, "weight_scale", torch.float32)
+        if EXPERT.search(name):
+            return self.experts
+        return (lambda w: fp8_blocks(w, "weight_scale", torch.float32)) if self.blocks else fp8_tensor
 
     def config(self, ignored: list[str]) -> dict:
         nvfp4 = self.experts is compressed_tensors_nvfp4
@@ -189,7 +199,12 @@ class CompressedTensors(Quantised):
         else:
             weights, inputs = four_bits | {"type": "int", "strategy": "group", "group_size": 128}, None
         eight_bits = {"num_bits": 8, "type": "float", "symmetric": True}
-        blocks = eight_bits | {"strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False}
+        if self.blocks:
+            linears = eight_bits | {"strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False}
+            activations = eight_bits | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
+        else:
+            linears = eight_bits | {"strategy": "tensor", "dynamic": False}
+            activations = eight_bits | {"strategy": "token", "dynamic": True}
         return {
             "quant_method": "compressed-tensors",
             "format": "mixed-precision",
@@ -207,8 +222,8 @@ class CompressedTensors(Quantised):
                         r"re:.*attn\..*(wq_a|wq_b|wkv|wgate|wo_a|wo_b|weights_proj)$",
                         r"re:.*shared_experts\.w[123]$",
                     ],
-                    "weights": blocks,
-                    "input_activations": eight_bits | {"strategy": "group", "group_size": BLOCK, "dynamic": True},
+                    "weights": linears,
+                    "input_activations": activations,
                 },
             },
             "ignore": ["head", r"re:.*ffn\.gate$", r"re:mtp\..*"],
@@ -274,6 +289,7 @@ class Dequantised(Fp8Blocks):
 LAYOUTS: dict[str, Callable[[], Quantised]] = {
     "nvfp4-experts": NvidiaNvfp4Experts,
     "ct-nvfp4": lambda: CompressedTensors(compressed_tensors_nvfp4),
+    "ct-fp8-tensor": lambda: CompressedTensors(compressed_tensors_nvfp4, blocks=False),
     "ct-w4a16": lambda: CompressedTensors(compressed_tensors_int4),
     "autoround": AutoRound,
     "nvfp4": ModelOptNvfp4,

@@ -26,6 +26,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     compressed_tensors_int4,
     compressed_tensors_nvfp4,
     fp8_blocks,
+    fp8_tensor,
     gptq_int4,
     modelopt_nvfp4,
 )
@@ -54,6 +55,7 @@ EXPECTED = {
     "nvfp4": ("ModelOptNvFp4LinearMethod", {}, "ModelOptNvFp4FusedMoE", "ModelOptNvFp4LinearMethod"),
     "autoround": ("AutoGPTQLinearMethod", {}, "AutoGPTQMoEMethod", PLAIN),
     "ct-nvfp4": (CT, {"attn.wo_b": PLAIN}, "CompressedTensorsW4A4Nvfp4MoEMethod", PLAIN),
+    "ct-fp8-tensor": (CT, {"attn.wo_b": PLAIN}, "CompressedTensorsW4A4Nvfp4MoEMethod", PLAIN),
     "ct-w4a16": (CT, {"attn.wo_b": PLAIN}, "CompressedTensorsWNA16MarlinMoEMethod", PLAIN),
     "nvfp4-experts": (
         "Fp8LinearMethod",
@@ -152,7 +154,7 @@ def test_linears_have_the_method_of_their_tensors(loaded, layout):
     assert layers["model.layers.3.mtp_block.attn.wq_b"] == drafts
 
 
-@pytest.mark.parametrize("layout", ["nvfp4", "autoround"])
+@pytest.mark.parametrize("layout", ["nvfp4", "autoround", "ct-fp8-tensor"])
 def test_wo_a_that_no_grouped_product_takes_is_expanded(loaded, layout):
     for name in ("model.layers.0", "model.layers.1", "model.layers.2"):
         layer = loaded[layout]["layers"][f"{name}.attn.wo_a"]
@@ -176,7 +178,7 @@ def test_the_cute_dsl_product_is_tried_first(loaded):
 def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
     layers = loaded[layout]["layers"]
     # In the kernel's configuration. compressed-tensors' NVFP4 experts have one only when they are prepared.
-    in_configuration = "later" if layout == "ct-nvfp4" else 10.0
+    in_configuration = "later" if layout in ("ct-nvfp4", "ct-fp8-tensor") else 10.0
     assert layers["model.layers.1.ffn.experts"]["clamp"] == [in_configuration, 10.0]
     assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
 
@@ -305,7 +307,7 @@ def test_e2m1_and_four_bit_integers_by_hand():
 @pytest.mark.parametrize("make", [
     modelopt_nvfp4, compressed_tensors_nvfp4, gptq_int4, compressed_tensors_int4,
     lambda w: fp8_blocks(w, "weight_scale_inv", torch.float8_e8m0fnu),
-    lambda w: fp8_blocks(w, "weight_scale", torch.float32),
+    lambda w: fp8_blocks(w, "weight_scale", torch.float32), fp8_tensor,
 ])  # fmt: skip
 def test_formats_stand_for_what_was_stored_and_that_is_near_the_weight(make):
     torch.manual_seed(0)
