@@ -13,6 +13,19 @@ SLOWED_BY = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "temperature", 0x
              0x80: "hardware, power brake"}  # fmt: skip
 
 
+def processes(gpus: list[str]) -> set[int]:
+    """Those that compute on GPUs named as in CUDA_VISIBLE_DEVICES; none is known of without a driver to ask."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # ImportError, or NVML's own
+        return set()
+    by = {True: lambda gpu: pynvml.nvmlDeviceGetHandleByIndex(int(gpu)), False: pynvml.nvmlDeviceGetHandleByUUID}
+    handles = [by[gpu.isdigit()](gpu) for gpu in gpus]
+    return {p.pid for handle in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+
+
 class Watch:
     """A thread that takes samples of every GPU of the machine while the context is open.
 

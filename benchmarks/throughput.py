@@ -80,8 +80,9 @@ from e2e import (
     prepare,
     run_child,
     tail,
+    visible_gpus,
 )
-from gpu_watch import Watch
+from gpu_watch import Watch, processes
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
@@ -400,6 +401,9 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     need_gpus(args.tp)
+    if others := processes(visible_gpus()[: args.tp]):
+        numbers = ", ".join(map(str, sorted(others)))
+        sys.exit(f"error: other processes ({numbers}) use the GPU, which would be measured too; end them first.")
     prepare(args)
     if args.made:
         args.model.mkdir(exist_ok=True)

@@ -521,6 +521,21 @@ def test_samples_of_the_gpu(monkeypatch):
         assert watch.summary().startswith("no samples: ")
 
 
+@pytest.mark.parametrize("gpus, found", [(["1"], {7, 8}), (["0"], set()), (["GPU-b", "0"], {7, 8})])
+def test_processes_on_the_gpus_at_hand(monkeypatch, gpus, found):
+    running = {"a": [], "b": [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda i: "ab"[i],
+        nvmlDeviceGetHandleByUUID=lambda name: name[-1],
+        nvmlDeviceGetComputeRunningProcesses=running.get,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_watch.processes(gpus) == found
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_watch.processes(gpus) == set()
+
+
 SCRIPTS = {
     accuracy_e2e: ["--model", "MODEL"],
     features_e2e: ["--model", "MODEL"],
@@ -563,6 +578,11 @@ def test_no_gpu(refuses, monkeypatch, script):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")  # nor nvidia-smi
     assert "needs 1 GPU; 0 are visible" in refuses(script)
+
+
+def test_speeds_of_a_gpu_that_others_use(refuses, monkeypatch):
+    monkeypatch.setattr(throughput, "processes", lambda gpus: {8, 7} if gpus == ["0"] else set())
+    assert "other processes (7, 8) use the GPU" in refuses(throughput)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
