@@ -16,6 +16,7 @@ import torch
 from on_request import tree_with
 from sparse_mla_series import tree_with_series  # noqa: F401
 from test_real_config import LLAMA, V4, on_hopper
+from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
@@ -109,7 +110,9 @@ def settings(prefill):
         speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        model_config=SimpleNamespace(max_model_len=40),
+        model_config=SimpleNamespace(
+            max_model_len=40, hf_text_config=SimpleNamespace(index_n_heads=32, index_head_dim=128)
+        ),
         additional_config={"sparse_mla_prefill": prefill},
     )
 
@@ -351,6 +354,24 @@ def test_slots_are_compiled_before_requests_wait(monkeypatch):
     builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     impl.forward_mqa(batch.q, batch.cache, builder.build(0, batch.common), None)
     assert launched[1:] == launched[:1]
+
+
+@pytest.mark.parametrize("width", [None, 1])
+@pytest.mark.parametrize("deep_gemm", [False, True])
+def test_scores_are_compiled_before_requests_wait(monkeypatch, width, deep_gemm):
+    """As 0.22.1 and 0.33.0 ask for them in a prefill, where DeepGEMM does not serve."""
+    launched = []
+
+    def indexer_scores(q, keys, scales, weights, starts, ends, columns, *, clean):
+        launched.append((q.dtype, q.shape, keys.dtype, columns, clean))
+        return scores(q, keys, scales, weights, starts, ends, columns, clean=clean)
+
+    scores = sparse_mla_attention.indexer_scores
+    monkeypatch.setattr(sparse_mla_attention, "indexer_scores", indexer_scores)
+    monkeypatch.setattr(type(current_platform), "support_deep_gemm", lambda self: deep_gemm)
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("in_place"))
+    sparse_mla_attention.warm_up_scores(torch.device("cpu"), width)
+    assert launched == [(FP8, (1, 32, 128), FP8, width, False)] * (not deep_gemm)
 
 
 def test_chunks_of_prefills():

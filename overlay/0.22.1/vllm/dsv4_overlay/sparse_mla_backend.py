@@ -16,6 +16,7 @@ from vllm.dsv4_overlay.sparse_mla_attention import (
     attend_slots,
     reserve_workspace,
     separate_prefills,
+    warm_up_scores,
 )
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
 from vllm.v1.attention.backend import (
@@ -154,6 +155,7 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         nobody = self.topk_indices_buffer.new_full((1,), -1)
         rows = self.topk_indices_buffer[:1]
         request_rows_to_slots(rows, nobody, nobody.view(1, 1), PAGE)
+        warm_up_scores(rows.device)
 
     def forward_mqa(
         self,

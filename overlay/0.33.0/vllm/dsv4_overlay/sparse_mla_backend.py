@@ -16,6 +16,7 @@ from vllm.dsv4_overlay.sparse_mla_attention import (
     attend_slots,
     reserve_workspace,
     separate_prefills,
+    warm_up_scores,
 )
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
@@ -114,6 +115,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reserve_workspace(self.head_size)
+        warm_up_scores(self.topk_indices_buffer.device, width=1)
 
     def forward_mqa(
         self,

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.sparse_mla import workspace_rows
-from vllm.third_party.mla_kernels import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from vllm.platforms import current_platform
+from vllm.third_party.mla_kernels import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    indexer_scores,
+)
 from vllm.third_party.mla_kernels.row_formats import BF16, V32
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -54,6 +59,25 @@ def attend_slots(
         indices=slots.unsqueeze(1),
     )
     return out.squeeze(1), lse.squeeze(2)
+
+
+def warm_up_scores(device: torch.device, width: int | None = None) -> None:
+    """Compile the indexer's scores of prefills now, and not while requests wait, where
+    DeepGEMM does not compute them; decodes' are compiled when graphs are captured.
+
+    Args:
+        width: 1 if vLLM counts columns from a token's first key, None if from the
+            chunk's.
+    """
+    if current_platform.support_deep_gemm():
+        return
+    config = get_current_vllm_config().model_config.hf_text_config
+    heads, dim = config.index_n_heads, config.index_head_dim
+    q = torch.zeros(1, heads, dim, device=device).to(torch.float8_e4m3fn)
+    ends = torch.ones(1, dtype=torch.int32, device=device)
+    weights = torch.zeros(1, heads, device=device, dtype=torch.float32)
+    rest = q[0, :1], ends.float(), weights, torch.zeros_like(ends), ends, width
+    indexer_scores(q, *rest, clean=False)
 
 
 def reserve_workspace(width: int) -> None:
