@@ -58,6 +58,16 @@ _LINEAR = re.compile(
 )
 _ALWAYS_PLAIN = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")  # to vLLM
 _OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
+# Kernels of 0.20.2 and 0.21.0 that clamp SwiGLU, with the patches, as DeepSeek V4 needs
+# it. Later releases know that themselves.
+_CLAMPING = {
+    "MarlinExperts",
+    "BatchedMarlinExperts",
+    "TritonExperts",
+    "BatchedTritonExperts",
+    "CompressedTensorsWNA16MarlinMoEMethod",
+    "Mxfp4MoEMethod",  # DeepSeek's own format, whose clamp is vLLM's business
+}
 
 
 class Checkpoint(NamedTuple):
@@ -164,6 +174,18 @@ def project_float32(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (out[0] if isinstance(out, tuple) else out).float()
 
 
+def kv_score(
+    compressor: torch.nn.Module, x: torch.Tensor, stock: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """The compressor's product: `stock`, on the raw weight as vLLM has it, or what runs
+    `x` through the layer where that is quantised."""
+    linear = compressor.fused_wkv_wgate
+    weight = getattr(linear, "weight", None)
+    if weight is not None and weight.dtype == x.dtype:
+        return stock
+    return functools.partial(project_float32, linear, x)
+
+
 def is_dense(wo_a: torch.nn.Module) -> bool:
     """Whether the grouped product has no FP8 weight to run on."""
     return wo_a.weight.dtype != torch.float8_e4m3fn
@@ -191,6 +213,30 @@ def grouped_product(
     groups = attention.n_local_groups
     weight = attention.wo_a.weight.view(groups, attention.o_lora_rank, -1)
     return torch.einsum("tgd,grd->tgr", o.reshape(o.shape[0], groups, -1), weight)
+
+
+def output(
+    attention: torch.nn.Module, o_padded: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The layer's output [tokens, hidden] with a `wo_a` that `is_dense`, from the heads
+    [tokens, padded heads, head_dim]."""
+    o = o_padded[:, : attention.n_local_heads]
+    return attention.wo_b(grouped_product(attention, o, positions).flatten(1))
+
+
+def clamped_swiglu(
+    experts: Any, activation: Any, output: torch.Tensor, input: torch.Tensor
+) -> bool:
+    """Whether this has written the activation of `experts`, a kernel whose own has no
+    clamp: that of SiLU, if the configuration has a limit."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.utils import swiglu_limit_func
+
+    limit = experts.quant_config.gemm1_clamp_limit
+    if limit is None or activation != MoEActivation.SILU:
+        return False
+    swiglu_limit_func(output, input, float(limit))
+    return True
 
 
 def with_clamp(
@@ -235,6 +281,20 @@ def check_names(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
             f"model: {owner.rstrip('._')} "
             + (f"takes {', '.join(takes)}." if takes else "is no layer of it.")
         )
+
+
+def check_names_later(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
+    """`check_names` when weights are loaded first, for a constructor whose last lines
+    are not the same in all releases that share a patch."""
+    stock = model.load_weights
+
+    @functools.wraps(stock)
+    def load_weights(*args: Any, **kwargs: Any) -> set[str]:
+        model.load_weights = stock  # loaded anew, parameters have other names
+        check_names(model, vllm_config)
+        return stock(*args, **kwargs)
+
+    model.load_weights = load_weights
 
 
 # ---------------------------------------------------------------- the checkpoint
@@ -349,34 +409,35 @@ def _quant_method(
     prefix: str,
 ) -> "QuantizeMethodBase | None":
     """In place of `quant_config.get_quant_method`."""
-    from vllm.model_executor.layers.fused_moe import (
-        RoutedExperts,
-        UnquantizedFusedMoEMethod,
-    )
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+    experts_class = _experts_class()
     plain = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
-    if not isinstance(layer, (LinearBase, RoutedExperts)):
+    if not isinstance(layer, (LinearBase, experts_class)):
         return stock(layer, prefix)
     checkpoint: Checkpoint | None = quant_config.dsv4_checkpoint
     modules = checkpoint_modules(prefix, main_layers)
     quantised = checkpoint.quantised(modules) if checkpoint else None
+    parts = checkpoint.parts[modules[0]] if quantised else frozenset()
+    if isinstance(layer, experts_class) and quantised is not None:
+        _prefer_clamping(layer, parts)
     if quantised is None:
         method = stock(layer, prefix)
     elif not quantised:
-        if isinstance(layer, RoutedExperts):
+        if isinstance(layer, experts_class):
             method = UnquantizedFusedMoEMethod(layer.moe_config)
         else:
             method = UnquantizedLinearMethod()
     else:
         _name_experts(quant_config, layer, prefix, modules)
-        method = None
-        with _own_experts(quant_config, checkpoint.parts[modules[0]]):
+        method = _nvfp4_experts(quant_config, layer, parts)
+        with _own_experts(quant_config, parts):
             for name in _names(prefix, modules):
                 if method is None or isinstance(method, plain):
                     method = stock(layer, name)
         if method is None or isinstance(method, plain):
-            has = ", ".join(sorted(checkpoint.parts[modules[0]]))
+            has = ", ".join(sorted(parts))
             raise ValueError(
                 f"{modules[0]} of this checkpoint is quantised ({has}), and its "
                 f"quantization_config ({quant_config.get_name()}) does not say how; "
@@ -384,7 +445,7 @@ def _quant_method(
             )
     if method is None:
         return None
-    if isinstance(layer, RoutedExperts):
+    if isinstance(layer, experts_class):
         _prepare_experts(method, layer)
     elif isinstance(method, plain):
         pass
@@ -394,6 +455,13 @@ def _quant_method(
         _log_nvfp4_kernel(method, layer)
         _after_loading(method, _keep_shard_scales)
     return method
+
+
+def _experts_class() -> type[torch.nn.Module]:
+    from vllm.model_executor.layers import fused_moe
+
+    # Up to 0.21.0 the experts are no class of their own; 0.33.0 has no FusedMoE.
+    return getattr(fused_moe, "RoutedExperts", None) or fused_moe.FusedMoE
 
 
 def _names(prefix: str, modules: list[str]) -> list[str]:
@@ -439,6 +507,66 @@ def _own_experts(
         yield
     finally:
         quant_config._resolved_moe_quant_algo = algorithm
+
+
+def _nvfp4_experts(
+    quant_config: "QuantizationConfig",
+    layer: torch.nn.Module,
+    parts: frozenset[str],
+) -> "QuantizeMethodBase | None":
+    """Those of a checkpoint that is otherwise as DeepSeek has it, where vLLM does not
+    read `moe_quant_algo` (up to 0.21.0)."""
+    if (
+        quant_config.get_name() != "deepseek_v4_fp8"
+        or hasattr(quant_config, "moe_quant_algo")
+        or "weight_scale_2" not in parts
+        or not hasattr(layer, "moe_config")
+    ):
+        return None
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.quantization.modelopt import (
+        ModelOptNvFp4Config,
+        ModelOptNvFp4FusedMoE,
+    )
+
+    hf_config = get_current_vllm_config().model_config.hf_config
+    if hf_config.quantization_config.get("moe_quant_algo", "").upper() != "NVFP4":
+        return None  # the tensors do not fit what vLLM makes, which `check_names` says
+    config = ModelOptNvFp4Config(
+        is_checkpoint_nvfp4_serialized=True,
+        kv_cache_quant_algo=None,
+        exclude_modules=[],
+    )
+    return ModelOptNvFp4FusedMoE(quant_config=config, moe_config=layer.moe_config)
+
+
+def _drops_clamp(layer: torch.nn.Module) -> bool:
+    """Whether vLLM would choose a kernel that has no clamp for experts that need it (up
+    to 0.21.0)."""
+    has_limit = getattr(layer, "swiglu_limit", None) is not None
+    return has_limit and not hasattr(layer.moe_config, "swiglu_limit")
+
+
+def _prefer_clamping(layer: torch.nn.Module, parts: frozenset[str]) -> None:
+    """Choose a kernel of which `_refuse_unclamped` has nothing to say, unless
+    --moe-backend names one."""
+    if not _drops_clamp(layer) or layer.moe_config.moe_backend != "auto":
+        return
+    if not parts:
+        layer.moe_config.moe_backend = "triton"
+    elif parts & {"weight_scale_2", "weight_global_scale"}:  # NVFP4
+        layer.moe_config.moe_backend = "marlin"
+
+
+def _refuse_unclamped(method: "QuantizeMethodBase", layer: torch.nn.Module) -> None:
+    experts = getattr(method, "experts_cls", None)
+    found = {cls.__name__ for cls in (experts, type(method)) if cls is not None}
+    if _drops_clamp(layer) and not found & _CLAMPING:
+        raise ValueError(
+            "DeepSeek V4's experts need a clamp of SwiGLU, which the kernel that this "
+            f"vLLM has chosen for them drops ({(experts or type(method)).__name__}); "
+            "take --moe-backend marlin, or triton for FP8."
+        )
 
 
 def _after_loading(
@@ -524,6 +652,7 @@ def _apply_rest_of_scale(
 def _prepare_experts(method: "QuantizeMethodBase", layer: torch.nn.Module) -> None:
     """The clamp of SwiGLU reaches the kernels of all formats, and w1 and w3 with scales
     that differ are brought to one."""
+    _refuse_unclamped(method, layer)
     limit = layer.dsv4_clamp = layer.swiglu_limit
     make = method.get_fused_moe_quant_config
     method.get_fused_moe_quant_config = lambda layer: _clamped(make(layer), limit)
