@@ -9,6 +9,7 @@ chosen, as for that GPU, and none runs: layers are looked at as they are when th
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import logging
 import sys
@@ -22,11 +23,12 @@ import torch
 from safetensors import safe_open
 
 
-class Humming(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """In place of the package `humming`, which vLLM asks whether a checkpoint is its."""
+class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """In place of the packages `humming`, which vLLM asks whether a checkpoint is its, and `tilelang`, which it
+    imports with the model up to 0.21.0."""
 
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] == "humming":
+        if name.partition(".")[0] in ("humming", "tilelang"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
@@ -39,7 +41,7 @@ class Humming(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.append(Humming())
+sys.meta_path.append(StandIn())
 torch.cuda.Stream = type("Stream", (), {})
 hopper.NonNvmlCudaPlatform.device_type = "cpu"
 hopper.NonNvmlCudaPlatform.num_compute_units = classmethod(lambda cls, device_id=0: 132)
@@ -53,11 +55,17 @@ from vllm.dsv4_overlay.weight_formats import dequantise  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.kernels.linear import _POSSIBLE_NVFP4_KERNELS  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
-from vllm.models.deepseek_v4.nvidia.mtp import DeepSeekV4MTP  # noqa: E402
 from vllm.platforms import PlatformEnum  # noqa: E402
 
-for name in ("compressed_tensors.compressed_tensors", "modelopt", "inc", "auto_gptq", "moe_wna16", "fp8", "mxfp4"):
-    importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+try:
+    from vllm.models.deepseek_v4.nvidia.mtp import DeepSeekV4MTP
+except ImportError:  # up to 0.21.0
+    from vllm.model_executor.models.deepseek_v4_mtp import DeepSeekV4MTP
+
+GPTQ = ("auto_gptq", "gptq_marlin")  # the latter up to 0.21.0
+for name in ("compressed_tensors.compressed_tensors", "modelopt", "inc", *GPTQ, "moe_wna16", "fp8", "mxfp4"):
+    if importlib.util.find_spec(name := f"vllm.model_executor.layers.quantization.{name}"):
+        importlib.import_module(name)
 operators = torch._ops._OpNamespace.__getattr__
 
 
