@@ -21,11 +21,13 @@ torch.cuda.get_device_properties = lambda device=None: B200
 torch.cuda.get_device_capability = lambda device=None: tuple(hopper.CAPABILITY)
 
 import cutlass.cute as cute  # noqa: E402
+import flashinfer.cute_dsl.utils  # noqa: E402
 import flashinfer.gemm.gemm_base as gemm  # noqa: E402
 import flashinfer.utils  # noqa: E402
 import tvm_ffi  # noqa: E402
 import vllm.dsv4_overlay  # noqa: E402
 import vllm.utils.flashinfer  # noqa: E402
+from cutlass.base_dsl.compiler import Compiler  # noqa: E402
 
 # The tree of the tests has what is not on request.
 vllm.dsv4_overlay.__path__.append(sys.argv[1])
@@ -89,6 +91,9 @@ def quantised(x, inverse_scale):
 
 
 cute.compile = compiled
+# What vLLM 0.21.0 pins, FlashInfer 0.6.8 and nvidia-cutlass-dsl 4.4.2, asks the driver; later ones do without.
+Compiler._check_cuda_dependencies_once = lambda compiler, libraries: None
+flashinfer.cute_dsl.utils.get_max_active_clusters = lambda size: B200.multi_processor_count // size
 flashinfer.utils.get_compute_capability = gemm.get_compute_capability = torch.cuda.get_device_capability
 operator = vllm.utils.flashinfer.flashinfer_mm_fp4
 operator.register_kernel("cpu")(operator._init_fn)

@@ -119,6 +119,15 @@ def expert(layer, part, widths):
     return found["weight"].float() if set(found) == {"weight"} else dequantise(found, widths)
 
 
+def activation_of(kernel, layer):
+    """SwiGLU of 20 and 30, and of 1 and -30, by this kernel of the experts."""
+    experts, out = object.__new__(kernel), torch.empty(2, 1)
+    experts.quant_config = layer.quant_method.get_fused_moe_quant_config(layer)
+    with torch.compiler.set_stance("force_eager"):
+        experts.activation(layer.activation, out, torch.tensor([[20.0, 30.0], [1.0, -30.0]]))
+    return out.flatten().tolist()
+
+
 def error_of(weight, reference):
     """The largest difference of any value, over the largest value."""
     return float((weight - reference).abs().max() / reference.abs().max())
@@ -138,6 +147,10 @@ def look(name, layer, layers, reference):
         except AttributeError:
             limit = "later"
         result["clamp"] = [limit, getattr(layer, "dsv4_clamp", None)]
+        kernel = getattr(layer.quant_method, "experts_cls", None)
+        result["kernel"] = getattr(kernel, "__name__", None)
+        if result["kernel"] == "TritonExperts":
+            result["activation"] = activation_of(kernel, layer)
     if reference is None:
         return result
     if path.endswith(".experts"):

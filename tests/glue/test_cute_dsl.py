@@ -28,6 +28,8 @@ def test_a_linear_is_compiled(number, tmp_path):
         "CAPABILITY": f"10.{number % 10}",
         "CUTE_DSL_ARCH": architecture,
         "CUTE_DSL_KEEP": "ptx,cubin",
+        "CUTE_DSL_KEEP_PTX": "1",  # these two up to 4.4.2
+        "CUTE_DSL_KEEP_CUBIN": "1",
         "CUTE_DSL_DUMP_DIR": str(tmp_path),
         "CUTE_DSL_DISABLE_FILE_CACHING": "1",
         "FLASHINFER_WORKSPACE_BASE": str(tmp_path),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -76,7 +77,9 @@ RENAMED = {
 }
 IN_A_LOADED_MODEL = ("embed_tokens.weight", "shared_head.head.weight")  # of drafts: the model's own are shared
 # Without activation order; no biases; a norm of the indexer that runs nowhere (up to 0.21.0).
-NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias", "indexer.k_norm.weight", "indexer.k_norm.bias")
+NOT_IN_FILES = ("g_idx", "g_idx_sort_indices", "w13_bias", "w2_bias", ".k_norm.weight", ".k_norm.bias")
+# vLLM's choice of kernels for experts does not ask for their clamp, and Triton's have none.
+UNAWARE = ("0.20.2", "0.21.0")
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +107,8 @@ def compressed_tensors():
     return packages
 
 
-def load(tree, folders):
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{compressed_tensors()}", "CAPABILITY": "9.0"}
+def load(tree, folders, capability="9.0"):
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{compressed_tensors()}", "CAPABILITY": capability}
     script = [sys.executable, "-B", Path(__file__).with_name("quantised.py")]
     given = json.dumps({name: str(path) for name, path in folders.items()})
     done = subprocess.run(script, input=given, text=True, capture_output=True, env=environment, timeout=900)
@@ -185,6 +188,38 @@ def test_the_clamp_of_swiglu_reaches_experts_of_all_formats(loaded, layout):
     in_configuration = "later" if layout in ("ct-nvfp4", "ct-fp8-tensor") else 10.0
     assert layers["model.layers.1.ffn.experts"]["clamp"] == [in_configuration, 10.0]
     assert layers["model.layers.3.mtp_block.ffn.experts"]["clamp"] == [10.0, 10.0]
+
+
+def swiglu(gate, up, limit=10.0):
+    gate, up = min(gate, limit), max(-limit, min(up, limit))
+    return gate / (1 + math.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("layout", ["ct-nvfp4", "ct-w4a16", "autoround"])
+def test_tritons_kernel_clamps_experts_in_bf16(loaded, layout):
+    experts = loaded[layout]["layers"]["model.layers.3.mtp_block.ffn.experts"]
+    if RELEASE not in UNAWARE and experts["kernel"] != "TritonExperts":
+        pytest.skip("vLLM chooses another kernel, which it knows to clamp")
+    assert experts["activation"] == pytest.approx([swiglu(20, 30), swiglu(1, -30)], rel=2**-8)
+
+
+@pytest.mark.skipif(RELEASE not in UNAWARE, reason="vLLM chooses kernels that clamp")
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+def test_kernels_that_clamp_are_chosen(patched, checkpoints, loaded, capability):
+    names = ("nvfp4", "nvfp4-experts", "ct-nvfp4", "ct-w4a16", "autoround")
+    if capability != "9.0":
+        loaded = load(patched, {name: checkpoints[name] for name in names}, capability)
+    kernels = {}
+    for name in names:
+        layers = [loaded[name]["layers"][f"model.layers.{layer}.ffn.experts"] for layer in ("1", "3.mtp_block")]
+        kernels[name] = [layer["kernel"] for layer in layers]
+    assert kernels == {
+        "nvfp4": ["MarlinExperts", "MarlinExperts"],
+        "nvfp4-experts": ["MarlinExperts", "MarlinExperts"],
+        "ct-nvfp4": ["MarlinExperts", "TritonExperts"],
+        "ct-w4a16": [None, "TritonExperts"],  # a method of Marlin's without a choice
+        "autoround": ["MarlinExperts", "TritonExperts"],
+    }  # fmt: skip
 
 
 def test_deepseeks_own_format_is_left_to_vllm(loaded):
@@ -373,6 +408,29 @@ def test_a_quantised_product_runs_through_the_layer(as_tuple, dtype):
     assert layer.asked == 1 and result.dtype == torch.float32 and torch.equal(result, out.float())
 
 
+@pytest.mark.parametrize("dtype, is_stock", [(torch.bfloat16, True), (torch.uint8, False), (torch.int32, False)])
+def test_a_compressors_product_is_vllms_own_unless_it_is_quantised(dtype, is_stock):
+    out, x = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(3, 16, dtype=torch.bfloat16)
+    compressor = SimpleNamespace(fused_wkv_wgate=linear(out, torch.zeros(8, 16).to(dtype)))
+
+    def stock():
+        return "stock"
+
+    product = quantised_linears.kv_score(compressor, x, stock)
+    assert (product is stock) is is_stock
+    assert is_stock or torch.equal(product(), out.float())
+
+
+def test_the_output_is_of_the_heads_without_padding(monkeypatch):
+    seen = []
+    product = torch.ones(5, 2, 24)
+    monkeypatch.setattr(quantised_linears, "grouped_product", lambda *args: seen.append(args) or product)
+    attention = SimpleNamespace(n_local_heads=8, wo_b=lambda z: z.shape)
+    o, positions = torch.randn(5, 64, 512), torch.arange(5)
+    assert quantised_linears.output(attention, o, positions) == (5, 48)
+    assert seen[0][0] is attention and torch.equal(seen[0][1], o[:, :8]) and seen[0][2] is positions
+
+
 def test_the_grouped_product_is_its_definition():
     """In float64: each pair of a head's last 64 values turned back by its position's angle, then the product."""
     torch.manual_seed(0)
@@ -507,6 +565,54 @@ def test_the_clamp_of_experts_reaches_their_kernel():
     assert config.gemm1_clamp_limit == 10.0 and made == [{"w1_scale": 1}]
     assert FUSED_MOE_UNQUANTIZED_CONFIG.gemm1_clamp_limit is None  # one object for all models
     assert quantised_linears.with_clamp(None, make) is FUSED_MOE_UNQUANTIZED_CONFIG
+
+
+def experts_layer(backend="auto", limit=10.0, **config):
+    return SimpleNamespace(swiglu_limit=limit, moe_config=SimpleNamespace(moe_backend=backend, **config))
+
+
+@pytest.mark.parametrize("layer, parts, backend", [
+    (experts_layer(), {"weight", "weight_scale", "weight_scale_2"}, "marlin"),
+    (experts_layer(), {"weight_packed", "weight_scale", "weight_global_scale"}, "marlin"),
+    (experts_layer(), {}, "triton"),  # not quantised
+    (experts_layer(), {"weight", "scale"}, "auto"),
+    (experts_layer("flashinfer_cutlass"), {"weight_scale_2"}, "flashinfer_cutlass"),
+    (experts_layer(limit=None), {"weight_scale_2"}, "auto"),
+    (experts_layer(swiglu_limit=10.0), {"weight_scale_2"}, "auto"),  # from 0.22.0 on
+])  # fmt: skip
+def test_a_kernel_that_clamps_is_preferred_where_vllm_does_not_ask(layer, parts, backend):
+    quantised_linears._prefer_clamping(layer, frozenset(parts))
+    assert layer.moe_config.moe_backend == backend
+
+
+@pytest.mark.parametrize("layer, kernel, is_refused", [
+    (experts_layer(), "FlashInferExperts", True),
+    (experts_layer(), None, True),
+    (experts_layer(), "MarlinExperts", False),
+    (experts_layer(limit=None), "FlashInferExperts", False),
+    (experts_layer(swiglu_limit=10.0), "FlashInferExperts", False),
+])  # fmt: skip
+def test_a_kernel_that_drops_the_clamp_is_refused_where_vllm_does_not_ask(layer, kernel, is_refused):
+    method = SimpleNamespace(experts_cls=kernel and type(kernel, (), {}))
+    if not is_refused:
+        return quantised_linears._refuse_unclamped(method, layer)
+    named = kernel or "SimpleNamespace"
+    with pytest.raises(ValueError, match=rf"the kernel that this vLLM has chosen .* drops \({named}\); take"):
+        quantised_linears._refuse_unclamped(method, layer)
+
+
+def test_names_are_checked_when_weights_are_loaded_first(monkeypatch):
+    calls = []
+    monkeypatch.setattr(quantised_linears, "check_names", lambda *args: calls.append(args))
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights):
+            return {*weights, len(calls)}
+
+    model, config = Model(), object()
+    quantised_linears.check_names_later(model, config)
+    assert calls == [] and model.load_weights(["a"]) == {"a", 1}
+    assert model.load_weights(weights=["b"]) == {"b", 1} and calls == [(model, config)]
 
 
 # ---------------------------------------------------------------- FlashInfer's CuTe DSL product
