@@ -149,7 +149,7 @@ def look(name, layer, layers, reference):
         result["clamp"] = [limit, getattr(layer, "dsv4_clamp", None)]
         kernel = getattr(layer.quant_method, "experts_cls", None)
         result["kernel"] = getattr(kernel, "__name__", None)
-        if result["kernel"] == "TritonExperts":
+        if result["kernel"] == "TritonExperts" and not hasattr(layer.moe_config, "swiglu_limit"):  # up to 0.21.0
             result["activation"] = activation_of(kernel, layer)
     if reference is None:
         return result
