@@ -58,8 +58,8 @@ _LINEAR = re.compile(
 )
 _ALWAYS_PLAIN = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")  # to vLLM
 _OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
-# Kernels of 0.20.2 and 0.21.0 that clamp SwiGLU, with the patches, as DeepSeek V4 needs
-# it. Later releases know that themselves.
+# Kernels and methods of 0.20.2 and 0.21.0 that clamp SwiGLU, with the patches. Later
+# releases tell such kernels apart themselves.
 _CLAMPING = {
     "MarlinExperts",
     "BatchedMarlinExperts",
@@ -530,7 +530,8 @@ def _nvfp4_experts(
     )
 
     hf_config = get_current_vllm_config().model_config.hf_config
-    if hf_config.quantization_config.get("moe_quant_algo", "").upper() != "NVFP4":
+    algorithm = hf_config.quantization_config.get("moe_quant_algo") or ""
+    if algorithm.upper() != "NVFP4":
         return None  # the tensors do not fit what vLLM makes, which `check_names` says
     config = ModelOptNvFp4Config(
         is_checkpoint_nvfp4_serialized=True,
