@@ -196,7 +196,7 @@ def swiglu(gate, up, limit=10.0):
 
 
 @pytest.mark.skipif(RELEASE not in UNAWARE, reason="vLLM's kernels clamp")
-@pytest.mark.parametrize("layout", ["ct-nvfp4", "ct-w4a16", "autoround"])
+@pytest.mark.parametrize("layout", ["ct-nvfp4", "ct-fp8-tensor", "ct-w4a16", "autoround"])
 def test_tritons_kernel_clamps_experts_in_bf16(loaded, layout):
     experts = loaded[layout]["layers"]["model.layers.3.mtp_block.ffn.experts"]
     assert experts["activation"] == pytest.approx([swiglu(20, 30), swiglu(1, -30)], rel=2**-8)
@@ -205,17 +205,17 @@ def test_tritons_kernel_clamps_experts_in_bf16(loaded, layout):
 @pytest.mark.skipif(RELEASE not in UNAWARE, reason="vLLM chooses kernels that clamp")
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 def test_kernels_that_clamp_are_chosen(patched, checkpoints, loaded, capability):
-    names = ("nvfp4", "nvfp4-experts", "ct-nvfp4", "ct-w4a16", "autoround")
     if capability != "9.0":
-        loaded = load(patched, {name: checkpoints[name] for name in names}, capability)
+        loaded = load(patched, {name: checkpoints[name] for name in QUANTISED}, capability)
     kernels = {}
-    for name in names:
+    for name in QUANTISED:
         layers = [loaded[name]["layers"][f"model.layers.{layer}.ffn.experts"] for layer in ("1", "3.mtp_block")]
         kernels[name] = [layer["kernel"] for layer in layers]
     assert kernels == {
         "nvfp4": ["MarlinExperts", "MarlinExperts"],
         "nvfp4-experts": ["MarlinExperts", "MarlinExperts"],
         "ct-nvfp4": ["MarlinExperts", "TritonExperts"],
+        "ct-fp8-tensor": ["MarlinExperts", "TritonExperts"],
         "ct-w4a16": [None, "TritonExperts"],  # a method of Marlin's without a choice
         "autoround": ["MarlinExperts", "TritonExperts"],
     }  # fmt: skip
