@@ -220,7 +220,7 @@ def run(arguments):
     if isinstance(arguments, str):
         try:
             return describe(pickle.loads(Path(arguments).read_bytes()))
-        except ValueError as error:
+        except (AttributeError, ValueError) as error:  # Python 3.11.2 has the first for a name that an enum lacks
             return {"error": str(error)}
     file = None
     if isinstance(arguments, dict):
