@@ -13,17 +13,26 @@ SLOWED_BY = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "temperature", 0x
              0x80: "hardware, power brake"}  # fmt: skip
 
 
+def driver() -> Any:
+    """NVML, ready to be asked. Raises ImportError without nvidia-ml-py, or NVML's own error without a driver."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
 def processes(gpus: list[str]) -> set[int]:
     """Those that compute on GPUs named as in CUDA_VISIBLE_DEVICES; none is known of without a driver to ask."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # ImportError, or NVML's own
+        ask = driver()
+    except Exception:
         return set()
-    by = {True: lambda gpu: pynvml.nvmlDeviceGetHandleByIndex(int(gpu)), False: pynvml.nvmlDeviceGetHandleByUUID}
-    handles = [by[gpu.isdigit()](gpu) for gpu in gpus]
-    return {p.pid for handle in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    found = set()
+    for gpu in gpus:
+        by_index = gpu.isdigit()
+        handle = ask.nvmlDeviceGetHandleByIndex(int(gpu)) if by_index else ask.nvmlDeviceGetHandleByUUID(gpu)
+        found |= {process.pid for process in ask.nvmlDeviceGetComputeRunningProcesses(handle)}
+    return found
 
 
 class Watch:
@@ -39,15 +48,13 @@ class Watch:
 
     def __enter__(self) -> Watch:
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception as error:  # ImportError, or NVML's own
+            self._nvml = driver()
+        except Exception as error:
             self.problem = f"no samples: {error}"
             return self
         self.problem = ""
-        self._nvml = pynvml
-        self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        count = self._nvml.nvmlDeviceGetCount()
+        self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
         self._sample()
         self._thread.start()
         return self

@@ -167,9 +167,8 @@ def scale_format(config: "PretrainedConfig") -> str | None:
 def project_float32(linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, in] through `linear`, float32 [tokens, out]: accumulated and kept so
     where the weight is not quantised, as vLLM does, else the layer's result."""
-    weight = getattr(linear, "weight", None)
-    if weight is not None and weight.dtype == x.dtype:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    if _is_plain(linear, x):
+        return torch.mm(x, linear.weight.T, out_dtype=torch.float32)
     out = linear(x)
     return (out[0] if isinstance(out, tuple) else out).float()
 
@@ -180,10 +179,14 @@ def kv_score(
     """The compressor's product: `stock`, on the raw weight as vLLM has it, or what runs
     `x` through the layer where that is quantised."""
     linear = compressor.fused_wkv_wgate
-    weight = getattr(linear, "weight", None)
-    if weight is not None and weight.dtype == x.dtype:
+    if _is_plain(linear, x):
         return stock
     return functools.partial(project_float32, linear, x)
+
+
+def _is_plain(linear: torch.nn.Module, x: torch.Tensor) -> bool:
+    weight = getattr(linear, "weight", None)
+    return weight is not None and weight.dtype == x.dtype
 
 
 def is_dense(wo_a: torch.nn.Module) -> bool:
