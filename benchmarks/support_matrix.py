@@ -20,6 +20,9 @@ GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
 BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
             "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
 RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of a bar
+# The series that a run of throughput.py measures.
+THROUGHPUT = {"drop_in": "drop-in", "fp8": "full-width", "bf16": "full-width", "fp8_experts": "fp8-experts",
+              "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H100": "hopper", "H200": "hopper"}
 DETAILS = "docs/releases.md"
@@ -42,16 +45,26 @@ def of_features(result: dict[str, Any]) -> Checks:
                 yield BACKENDS[backend], step["ok"]
 
 
+def of_throughput(result: dict[str, Any]) -> Checks:
+    series = {THROUGHPUT[run.split("-")[0]] for run in result["runs"] if run.split("-")[0] in THROUGHPUT}
+    if "small-kernels" in result["machine"]["overlay"]["series"]:  # every run has it
+        series.add("small-kernels")
+    for name in series:
+        yield name, True
+
+
 def of_quantised(result: dict[str, Any]) -> Checks:
     for bar in result["bars"]:
         yield "quantised-linears", bar["passed"]
 
 
-# The results that are about a release, what their checks are called, and the checks.
+# The results that are about a release, what their checks are called (None: there are none, a speed was measured),
+# and the checks.
 RESULTS = {
     "accuracy_e2e_*.json": ("bars", of_accuracy),
     "features_*.json": ("steps", of_features),
     "quantised_e2e_*.json": ("bars", of_quantised),
+    "throughput_*.json": (None, of_throughput),
 }
 
 
@@ -61,21 +74,23 @@ def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]
     results = root / "benchmarks" / "results"
     for path, (what, of) in ((path, of) for name, of in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
-        overlay = result["machine"].get("overlay")
+        if not (overlay := result["machine"].get("overlay")):
+            continue
         checks: dict[str, list[bool | None]] = {}
         for series, ok in of(result):
             checks.setdefault(series, []).append(ok)
         for model, gpu in MODELS.items():
-            if not overlay or not any(model in name for name in result["machine"]["gpus"]):
+            if not any(model in name for name in result["machine"]["gpus"]):
                 continue
             for series, passed in checks.items():
                 if not (ran := [p for p in passed if p is not None]):
                     continue
-                words = f"{sum(ran)} of {len(ran)} {what}"
+                words = f"{sum(ran)} of {len(ran)} {what}" if what else "speed"
                 if len(ran) < len(passed):
                     words += f", {len(passed) - len(ran)} not run"
                 link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
-                found.setdefault((overlay["release"], series, gpu), []).append((link, sum(ran), len(ran)))
+                counts = (sum(ran), len(ran)) if what else (0, 0)
+                found.setdefault((overlay["release"], series, gpu), []).append((link, *counts))
     return found
 
 

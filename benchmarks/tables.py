@@ -22,7 +22,7 @@ from charts import ROWS, kernel_results
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
+PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/releases.md")
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
 # Phases of sparse_mla.py, those of decode and those of prefill.
 PHASES = {
@@ -44,6 +44,8 @@ SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
+MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
+V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 DROP_IN = "FlashMLA's cache, drop-in"
 NAMES = BACKENDS | {"dropin": DROP_IN}  # of runs of serve.py
@@ -193,20 +195,45 @@ def one_call() -> str:
     return markdown(["cache dtype", *(f"RMS {size}" for size in sizes), "RoPE dimensions alone, RMS 1"], rows)
 
 
+def speeds(runs: dict[str, Any], names: dict[str, str]) -> list[list[Any]]:
+    """Of each run: prefill, decode by batch, and capacity. Tokens a second of the first; the others over it."""
+    rows, first = [], []
+    for run, name in names.items():
+        starts = [of for key, of in runs.items() if key.split("-")[0] == run]  # also `run-2` and so on
+        calls = [start["decode"] | {"0": start["prefill"]} for start in starts]
+        own = [median(call[n]["tokens_per_second"] for call in calls) for n in sorted(calls[0], key=int)]
+        cells = [f"{a / b:.2f}" for a, b in zip(own, first, strict=True)] if first else [f"{a:.0f}" for a in own]
+        first = first or own
+        rows.append([name, *cells, runs[run]["kv_cache"]["tokens_per_gib"]])
+    return rows
+
+
+def speeds_head(runs: dict[str, Any]) -> list[str]:
+    batches = sorted(next(iter(runs.values()))["decode"], key=int)
+    return ["", "prefill", *(f"decode, {n}" for n in batches), "tokens in 1 GiB"]
+
+
 def models() -> str:
+    runs = {title: load(name)["runs"] for title, name in MODELS.items()}
     rows = []
-    for title, name in MODELS.items():
-        runs = load(name)["runs"]
-        calls = ["prefill", *sorted(runs["flashmla"]["decode"], key=int)]
-        speeds: dict[str, list[float]] = {}
-        for run, backend in BACKENDS.items():  # FlashMLA first; further starts are `run-2` and so on
-            starts = [of for key, of in runs.items() if key.split("-")[0] == run]
-            starts = [start["decode"] | {"prefill": start["prefill"]} for start in starts]
-            speeds[run] = [median(start[call]["tokens_per_second"] for start in starts) for call in calls]
-            pairs = zip(speeds[run], speeds["flashmla"], strict=True)
-            cells = [f"{a:.0f}" if run == "flashmla" else f"{a / b:.2f}" for a, b in pairs]
-            rows.append([f"{title}, {backend}", *cells, runs[run]["kv_cache"]["tokens_per_gib"]])
-    return markdown(["", "prefill", *(f"decode, {n}" for n in calls[1:]), "tokens in 1 GiB"], rows)
+    for title, of in runs.items():
+        rows += speeds(of, {run: f"{title}, {name}" for run, name in BACKENDS.items()})
+    return markdown(speeds_head(of), rows)
+
+
+def models_share() -> str:
+    names = {"flashmla": "FlashMLA", "drop_in": "drop-in",
+             "fp8_experts": "drop-in, `small-kernels`, `fp8-experts`"}  # fmt: skip
+    runs = {run: of for name in MODEL_SHARE for run, of in load(name)["runs"].items()}
+    return markdown(speeds_head(runs), speeds(runs, names))
+
+
+def models_v32() -> str:
+    runs = load("throughput_v32_h200")["runs"]
+    rows = []
+    for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
+        rows += speeds(runs, {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()})
+    return markdown(speeds_head(runs), rows)
 
 
 def serving(names: Iterable[str] = SERVING) -> str:
@@ -254,8 +281,8 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, serving,
-    serving_share, decode_step, steps,
+    headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, models_share,
+    models_v32, serving, serving_share, decode_step, steps,
 )}  # fmt: skip
 
 

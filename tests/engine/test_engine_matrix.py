@@ -86,11 +86,21 @@ def test_what_a_check_is_about(repo):
     assert f"| {RELEASE} | {row}" in (repo / PAGES[0]).read_text()
 
 
+def test_a_speed_is_no_check(repo):
+    overlay = {"release": RELEASE, "series": {"full-width": RELEASE, "small-kernels": RELEASE}}
+    add_result(repo, "throughput_a", runs={"flashmla": {}, "fp8": {}, "fp8-2": {}},
+               machine={"gpus": ["NVIDIA H200, 1"], "overlay": overlay})  # fmt: skip
+    assert main([], repo) == 0
+    assert "served; [speed](../benchmarks/results/throughput_a.json) on H200 |" in (repo / PAGES[1]).read_text()
+    assert f"| {RELEASE} | not run | not run | not run |" in (repo / PAGES[0]).read_text()
+
+
 def test_results_that_are_no_evidence(repo):
     assert main([], repo) == 0
     (repo / "benchmarks/results/list.json").write_text("[]")
     add_result(repo, "scales")
-    add_result(repo, "accuracy_e2e_stock", machine={"gpus": ["NVIDIA H200"], "overlay": None})
+    for kind in ("accuracy_e2e", "throughput"):
+        add_result(repo, f"{kind}_stock", runs={"fp8": {}}, machine={"gpus": ["NVIDIA H200"], "overlay": None})
     for gpu, release in (("B200", RELEASE), ("H200", "0.1.0")):
         add_result(repo, f"accuracy_e2e_{gpu}", machine={"gpus": [gpu], "overlay": {"release": release}})
     assert main(["--check"], repo) == 0
