@@ -23,6 +23,8 @@ Runs:
                               eager runs whatever the attention backend
     fp8_calibrated, fp8_calibrated_graph    fp8 and fp8_graph with scales that the calibration command
                               measures first, on other prompts (not in the default list)
+    fp8_experts               drop_in with all experts in FP8, by the series of that name; of a checkpoint with
+                              MXFP4 experts (--layout mxfp4-experts; not in the default list)
 
 Runs of DeepSeek V3.2 and GLM-5 (make_mini_checkpoint.py --model v3.2), all eager, with the drop-in off:
     truth, truth_fp8          MLA_KERNELS_SPARSE by the float32 torch reference on the BF16 cache (`auto`) /
@@ -117,6 +119,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16_compiled": {"backend": BACKEND, "kv": "bfloat16", "compilation": {}},
     "fp8_compiled": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": {}},
     "flashmla_compiled": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": {}},
+    "fp8_experts": {
+        "backend": None, "kv": "fp8", "env": DROP_IN,
+        "options": {"moe_backend": "marlin", "additional_config": {"dsv4_fp8_experts": 1}},
+    },
 }
 
 
@@ -148,7 +154,7 @@ for sm in CAPABILITIES:
 STAND_IN_BASE = {
     (f"truth_{sm}", f"{sm}_{cache}"): f"flashmla_{cache}" for sm in CAPABILITIES for cache in SPARSE_MLA_CACHES
 }
-DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r]
+DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r and r != "fp8_experts"]
 # (reference, run): what is compared.
 PAIRS = [
     ("truth", "flashmla"),
@@ -165,6 +171,8 @@ PAIRS = [
     ("flashmla", "flashmla_compiled"),
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
+    ("truth", "fp8_experts"),
+    ("drop_in", "fp8_experts"),
 ]
 SPARSE_MLA_PAIRS = [
     *(("truth", name) for name in SPARSE_MLA_DEFAULT_RUNS if name != "truth"),
@@ -218,6 +226,7 @@ def child(job: dict[str, Any]) -> None:
         logprobs_mode="raw_logprobs",
         logits_processors=["e2e:ForcedTokens"],
     )
+    kwargs |= spec.get("options", {})
     if spec["backend"]:
         kwargs["attention_backend"] = spec["backend"]
     if "worker" in spec:
@@ -495,7 +504,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
     parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
-    parser.add_argument("--runs", help="comma-separated (default: all, but for fp8_calibrated*)")
+    parser.add_argument("--runs", help="comma-separated (default: all but fp8_calibrated* and fp8_experts)")
     parser.add_argument(
         "--lengths", type=positives, default=PROMPT_LENGTHS, help="prompt lengths in tokens"
     )

@@ -94,7 +94,9 @@ RUNS = {
     "bf16": {"attention_backend": BACKEND, "kv_cache_dtype": "bfloat16"},
 }
 # It needs a series that is not applied by default.
-ON_REQUEST = {"fp8_experts": STOCK | {"additional_config": {"dsv4_fp8_experts": 2048}}}
+ON_REQUEST = {
+    "fp8_experts": STOCK | {"moe_backend": "marlin", "additional_config": {"dsv4_fp8_experts": 2048}}
+}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
                **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3

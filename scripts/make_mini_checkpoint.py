@@ -25,7 +25,7 @@ from pathlib import Path
 from mini_checkpoint import deepseek_v4, deepseek_v32, deepseek_v41, glm_5
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
 from mini_checkpoint.layouts import Fp8Blocks
-from mini_checkpoint.quantised import LAYOUTS, Dequantised
+from mini_checkpoint.quantised import LAYOUTS, Dequantised, Mxfp4Experts
 from mini_checkpoint.recipe import BaseRecipe
 from mini_checkpoint.tokenizer import write_tokenizer
 from mini_checkpoint.writer import write_checkpoint
@@ -41,11 +41,11 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     if args.layout not in (None, "fp8"):
         if args.model != "v4":
             raise ValueError(f"--layout {args.layout} is of --model v4")
-        layout = LAYOUTS[args.layout]()
-        if args.dequantised:
-            layout = Dequantised(layout)
-    elif args.dequantised:
-        raise ValueError("--dequantised needs a --layout other than fp8")
+        layout = Mxfp4Experts() if args.layout == "mxfp4-experts" else LAYOUTS[args.layout]()
+    if args.dequantised:
+        if args.layout not in LAYOUTS:
+            raise ValueError(f"--dequantised needs a --layout out of {', '.join(LAYOUTS)}")
+        layout = Dequantised(layout)
     heads = args.heads if args.heads is not None else MODELS[args.model].Shape.heads
     if heads < 8 or heads % 8:
         raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
@@ -95,9 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dspark", action="store_true", help="DSpark's draft, in V4 in place of its MTP layer")
     parser.add_argument(
         "--layout",
-        choices=["fp8", *LAYOUTS],
-        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: fp8). V4.1 has "
-        "MXFP8 as the public model does, or fp8",
+        choices=["fp8", "mxfp4-experts", *LAYOUTS],
+        help="how V4's linears are quantised and named: mini_checkpoint/quantised.py (default: fp8, as in "
+        "V4-Flash-Base; V4-Flash has mxfp4-experts). V4.1 has MXFP8 as the public model does, or fp8",
     )
     parser.add_argument(
         "--dequantised",

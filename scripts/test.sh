@@ -120,13 +120,14 @@ if [ $# -gt 0 ]; then
     # The same files or the same lines as the release whose series they take.
     for release in 0.20.2 0.22.0; do
         tests "$release" "" tests/glue/test_real_config.py tests/glue/test_drop_in_seams.py tests/glue/test_mtp_padding.py \
-            tests/glue/test_quantised_linears.py -k "not other_gpus"
+            tests/glue/test_quantised_linears.py tests/glue/test_fp8_experts.py -k "not other_gpus"
     done
-    # They have the drop-in only, and of ops/flashmla.py what 0.22.1, 0.28.0 or 0.33.0 has.
-    tests 0.28.0 "" tests/glue/test_drop_in*.py tests/glue/test_mtp_padding.py
+    # They have no full-width cache, and of ops/flashmla.py what 0.22.1, 0.28.0 or 0.33.0 has.
+    tests 0.28.0 "" tests/glue/test_drop_in*.py tests/glue/test_mtp_padding.py tests/glue/test_fp8_experts.py
     rest="0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.29.0 0.30.0 0.31.0 0.32.0"
     for release in $rest; do
-        tests "$release" "" tests/glue/test_drop_in*.py tests/glue/test_mtp_padding.py -k "not are_served"
+        tests "$release" "" tests/glue/test_drop_in*.py tests/glue/test_mtp_padding.py tests/glue/test_fp8_experts.py \
+            -k "not are_served"
     done
     # There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
     FLASHINFER_RELEASES='' tests 0.33.0 "" tests/glue tests/test_mini_checkpoint.py --ignore=tests/glue/test_nodes.py

@@ -1,5 +1,6 @@
-"""Names what is running when a minute has passed without a result."""
+"""Names what is running when a minute has passed without a result; signals as in a terminal."""
 
+import signal
 import threading
 import time
 
@@ -39,3 +40,13 @@ def pytest_configure(config):
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal and not hasattr(config, "workerinput"):  # of several processes, the one that reports
         config.pluginmanager.register(Patience(terminal, seconds=60))
+
+
+@pytest.fixture
+def signals_as_in_a_terminal():
+    """In the background of a shell, or below nohup, they are ignored, also in what a test starts."""
+    as_started = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in as_started.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

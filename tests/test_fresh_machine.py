@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("signals_as_in_a_terminal")
+
 ROOT = Path(__file__).resolve().parents[1]
 # The places that this machine is told to install from, and what it is told to leave out.
 PLAIN = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}

@@ -566,6 +566,9 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
     assert "--dspark is of --model v4 and v4.1" in capsys.readouterr().err
     assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3
+    assert mini.main([str(tmp_path), "--layout", "mxfp4-experts"]) == 0
+    assert (configs[0]["expert_dtype"], configs[-1]["expert_dtype"]) == ("fp8", "fp4")
+    assert configs[0]["quantization_config"] == configs[-1]["quantization_config"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):

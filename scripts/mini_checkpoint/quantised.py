@@ -9,7 +9,8 @@ autoround       Intel's: 4-bit integers in GPTQ's packing everywhere but next-to
 nvfp4           ModelOpt, every linear NVFP4 (no public checkpoint has this)
 bf16            not quantised
 
-and `mxfp8`, DeepSeek's own for V4.1: FP8 in blocks of 32 x 32, MXFP4 experts.
+and DeepSeek's own with MXFP4 experts: `Mxfp4Experts` of V4-Flash and V4-Pro, otherwise FP8 in blocks of
+128 x 128, and `Mxfp8` of V4.1, with blocks of 32 x 32.
 
 Names, dtypes and `quantization_config` are those of the tools; values are rounded to nearest. Scales of
 4-bit formats are chosen so that each weight is exact in BF16: `Dequantised` writes those, and a model
@@ -132,17 +133,22 @@ def gptq_int4(w: torch.Tensor) -> Stored:
     }, represented
 
 
-class Mxfp8(Fp8Blocks):
+class Mxfp4Experts(Fp8Blocks):
     expert_dtype = "fp4"
+    block = BLOCK
 
     def store(self, name: str, kind: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
         if kind != "fp8":
             return super().store(name, kind, w)
-        values, scale = to_mxfp4(w) if EXPERT.search(name) else to_fp8_blocks(w, 32)
+        values, scale = to_mxfp4(w) if EXPERT.search(name) else to_fp8_blocks(w, self.block)
         return {name: values, name.removesuffix("weight") + self.scale: scale.to(torch.float8_e8m0fnu)}
 
     def config(self, ignored: list[str]) -> dict:
-        return super().config(ignored) | {"weight_block_size": [32, 32]}
+        return super().config(ignored) | {"weight_block_size": [self.block, self.block]}
+
+
+class Mxfp8(Mxfp4Experts):
+    block = 32
 
 
 class Quantised(Fp8Blocks):

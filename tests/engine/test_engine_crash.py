@@ -13,6 +13,8 @@ from dsv4_overlay_tools.errors import Refusal
 from dsv4_overlay_tools.target import Target
 from smallworld import RELEASE, ROOT, copy, make_repo, make_target, snapshot
 
+pytestmark = pytest.mark.usefixtures("signals_as_in_a_terminal")
+
 # Every system call by which the engine changes a tree or waits for the disk.
 STEPS = ("open", "write", "fchmod", "chmod", "utime", "fsync", "replace", "mkdir", "unlink",
          "rmdir")  # fmt: skip

@@ -8,6 +8,8 @@ import signal
 import pytest
 from dsv4_overlay_tools import cli, transaction
 
+pytestmark = pytest.mark.usefixtures("signals_as_in_a_terminal")
+
 
 class Waits(Exception):
     pass

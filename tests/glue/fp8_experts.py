@@ -5,7 +5,9 @@ the quantisation of activations are their definitions, and Marlin leaves 7s. Pri
 conversions and of refusals.
 """
 
+import copy
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
@@ -39,12 +41,18 @@ class DeepGemm(types.ModuleType):
     def get_mk_alignment_for_contiguous_layout(self):
         return BLOCK
 
-    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, ids, disable_ue8m0_cast):
+    def set_mk_alignment_for_contiguous_layout(self, rows):
+        assert rows == BLOCK
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, layout, disable_ue8m0_cast, use_psum_layout=False):
+        """`layout` has each row's expert, or where the rows of each end; those of the next begin at a tile."""
         self.rows.append(out.shape[0])
-        for expert in ids.unique().tolist():
-            if expert < 0:
-                continue
-            rows = ids == expert
+        row, begin = torch.arange(out.shape[0]), 0
+        for expert in range(len(b[0])):
+            rows = layout == expert
+            if use_psum_layout:
+                end = int(layout[expert])
+                rows, begin = (begin <= row) & (row < end), -(-end // BLOCK) * BLOCK
             weight = b[0][expert].float() * blocks(blocks(b[1][expert]).T).T
             out[rows] = ((a[0][rows].float() * blocks(a[1][rows])) @ weight.T).to(out.dtype)
 
@@ -57,7 +65,7 @@ def quantised(x, values, scales, group, least, low, high, power_of_two, *_):
     values.copy_((grouped / scales[..., None]).clamp(low, high).view(x.shape))
 
 
-def swiglu_quantised(input, output, use_ue8m0, clamp_limit):
+def swiglu_quantised(input, output, use_ue8m0, clamp_limit, **_):
     """What vLLM's silu_mul_per_token_group_quant_fp8_colmajor is for."""
     gate, up = input.float().chunk(2, -1)
     if clamp_limit is not None:
@@ -87,16 +95,21 @@ def settings(least=None):
 
 def made(config):
     """The layer, before its weights are loaded."""
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
-    quantisation = SimpleNamespace(get_quant_method=lambda layer, prefix: Mxfp4MoEMethod(layer.moe_config))
+    quantisation = SimpleNamespace(
+        get_quant_method=lambda layer, prefix: Mxfp4MoEMethod(layer.moe_config), online_quantization_config=None
+    )
+    # From 0.24.0 on what runs the layer is made with it.
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
     with set_current_vllm_config(config):
-        return FusedMoE(
+        layer = make(
             num_experts=bench.EXPERTS, top_k=bench.TOP_K, hidden_size=bench.HIDDEN, intermediate_size=bench.WIDTH,
             tp_size=1, params_dtype=torch.bfloat16, quant_config=quantisation, swiglu_limit=bench.LIMIT,
             scoring_func="sqrtsoftplus", e_score_correction_bias=torch.zeros(bench.EXPERTS), prefix="ffn.experts",
         )  # fmt: skip
+    return getattr(layer, "routed_experts", layer)
 
 
 def loaded(config, weights):
@@ -129,7 +142,8 @@ def of_layer():
         x, route, chosen = bench.inputs(tokens, "cpu")
         x = x * 10  # so that the limit cuts off
         DEEP_GEMM.rows.clear()
-        result = layer.quant_method.apply(layer, x, route, chosen, None, None).float()
+        shared = [None] * (len(inspect.signature(layer.quant_method.apply).parameters) - 4)  # experts
+        result = layer.quant_method.apply(layer, x, route, chosen, *shared).float()
         expected = bench.reference(weights, x, route, chosen)
         error = float((result - expected).norm() / expected.norm())
         found[tokens] = {"products": len(DEEP_GEMM.rows), "sevens": bool((result == 7).all()), "error": error}
@@ -155,20 +169,25 @@ def refusals():
         except ValueError as error:
             return str(error)
 
+    def changed(moe, **values):
+        moe = copy.copy(moe)  # `replace` would have newer releases compute the width anew
+        vars(moe).update(values)
+        return moe
+
     stock = fp8_experts.get_current_vllm_config
     moe = made(settings()).moe_config
-    flash = replace(
+    flash = changed(
         moe, num_experts=256, num_local_experts=256, hidden_dim=4096, intermediate_size_per_partition=512
     )
     parallel = moe.moe_parallel_config
     found = {"none": refusal(None), "one of four": refusal()}
     found |= {f"{least!r}": refusal(least) for least in (True, 0, "512", 1.5, 8193)}
-    found["EP"] = refusal(moe=replace(flash, moe_parallel_config=replace(parallel, use_ep=True)))
-    found["DP"] = refusal(moe=replace(flash, moe_parallel_config=replace(parallel, dp_size=2)))
+    found["EP"] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, use_ep=True)))
+    found["DP"] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, dp_size=2)))
     found["Humming"] = refusal(backend="HUMMING")
-    found["LoRA"] = refusal(moe=replace(flash, is_lora_enabled=True))
-    found["hidden"] = refusal(moe=replace(flash, hidden_dim=4224))
-    found["one of two"] = refusal(moe=replace(flash, intermediate_size_per_partition=1024))
+    found["LoRA"] = refusal(moe=changed(flash, is_lora_enabled=True))
+    found["hidden"] = refusal(moe=changed(flash, hidden_dim=4224))
+    found["one of two"] = refusal(moe=changed(flash, intermediate_size_per_partition=1024))
     has, fp8_experts.has_deep_gemm = fp8_experts.has_deep_gemm, lambda: False
     found["DeepGEMM"] = refusal()
     fp8_experts.has_deep_gemm, hopper.CAPABILITY = has, hopper.DeviceCapability(10, 0)
@@ -215,6 +234,7 @@ def main():
 
     torch.manual_seed(0)
     torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda *_: (9, 0), lambda *_: "NVIDIA H200"
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
     hopper.platforms._current_platform.device_type = "cpu"
     init_distributed_environment(1, 0, f"file://{os.getcwd()}/group", 0, "gloo")
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=ParallelConfig())):

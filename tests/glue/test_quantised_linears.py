@@ -24,6 +24,7 @@ import make_mini_checkpoint as mini  # noqa: E402
 from mini_checkpoint.quantised import (  # noqa: E402
     LAYOUTS,
     Dequantised,
+    Mxfp4Experts,
     compressed_tensors_int4,
     compressed_tensors_nvfp4,
     fp8_blocks,
@@ -49,6 +50,7 @@ EVERY_LINEAR = ("attn.fused_wqa_wkv", "attn.wq_b", "attn.wo_a", "attn.wo_b", "ff
                 "ffn.shared_experts.down_proj", "attn.indexer.wq_b", "attn.indexer.weights_proj",
                 "attn.indexer.compressor.fused_wkv_wgate", "attn.compressor.fused_wkv_wgate")  # fmt: skip
 QUANTISED = [name for name in LAYOUTS if name != "bf16"]
+DEEPSEEKS = {"fp8": "Fp8MoEMethod", "mxfp4-experts": "Mxfp4MoEMethod"}
 PLAIN = "UnquantizedLinearMethod"
 CT = "CompressedTensorsLinearMethod"
 # Of layer 1: the method of all linears, of those that have another, of the experts; of wq_b in the draft's layer.
@@ -92,12 +94,12 @@ def patched(tmp_path_factory):
 def checkpoints(tmp_path_factory):
     """Folders by the layouts' names; bf16 has no quantization_config."""
     folder = tmp_path_factory.mktemp("mini")
-    layouts = {"fp8": None}
+    layouts = {"fp8": None, "mxfp4-experts": Mxfp4Experts()}
     for name, make in LAYOUTS.items():
         layouts |= {name: make(), f"{name}-bf16": Dequantised(make())}
     for name, layout in layouts.items():
         mini.write_checkpoint(folder / name, mini.Recipe(TINY, 0, layout), threads=1, log=lambda line: None)
-    return {name: folder / name for name in ("fp8", *LAYOUTS)}
+    return {name: folder / name for name in (*DEEPSEEKS, *LAYOUTS)}
 
 
 def compressed_tensors():
@@ -221,12 +223,13 @@ def test_kernels_that_clamp_are_chosen(patched, checkpoints, loaded, capability)
     }  # fmt: skip
 
 
-def test_deepseeks_own_format_is_left_to_vllm(loaded):
-    layers = {name: layer["method"] for name, layer in loaded["fp8"]["layers"].items()}
-    methods = {"Fp8LinearMethod": EVERY_LINEAR[:7], PLAIN: EVERY_LINEAR[7:], "Fp8MoEMethod": ["ffn.experts"]}
+@pytest.mark.parametrize("layout", DEEPSEEKS)
+def test_deepseeks_own_formats_are_left_to_vllm(loaded, layout):
+    layers = {name: layer["method"] for name, layer in loaded[layout]["layers"].items()}
+    methods = {"Fp8LinearMethod": EVERY_LINEAR[:7], PLAIN: EVERY_LINEAR[7:], DEEPSEEKS[layout]: ["ffn.experts"]}
     for method, names in methods.items():
         assert {layers[f"model.layers.1.{name}"] for name in names if name != "attn.wo_b"} == {method}
-    assert not loaded["fp8"]["adapted"]
+    assert not loaded[layout]["adapted"]
 
 
 def test_a_checkpoint_without_quantisation_loads(loaded):

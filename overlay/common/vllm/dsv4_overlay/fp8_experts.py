@@ -10,6 +10,7 @@ hold, stay with Marlin. N is compared with a tensor's shape inside vLLM's operat
 what was compiled or captured for a number of tokens has the kernels for that number.
 """
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,9 +41,30 @@ _GIB = 1 << 30
 Converted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def offer(method: "Mxfp4MoEMethod") -> None:
+    """If FP8 products are asked for, have a layer's weights converted when they are
+    loaded. Called when the layer is made, after vLLM chose a backend: no weight is
+    loaded yet.
+
+    Raises:
+        ValueError: as `least_tokens`.
+    """
+    least = least_tokens(method.moe, method.mxfp4_backend)
+    if least is None:
+        return
+    process = method.process_weights_after_loading
+
+    def process_and_join(layer: "FusedMoE") -> None:
+        converted = convert(layer)  # before Marlin rearranges what was loaded
+        process(layer)
+        if converted is not None:
+            join(method, converted, least)
+
+    method.process_weights_after_loading = process_and_join
+
+
 def least_tokens(moe: "FusedMoEConfig", backend: "Mxfp4MoeBackend") -> int | None:
-    """N, or None if FP8 products are not asked for. Called when a layer is made, with
-    the backend that vLLM chose: no weight is loaded yet.
+    """N, or None if FP8 products are not asked for.
 
     Raises:
         ValueError: the option is not a number of tokens that a step can have, or this
@@ -185,8 +207,8 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
 
 
 def convert(layer: "FusedMoE") -> Converted | None:
-    """A layer's weights and scales in FP8, w13's and w2's, before Marlin rearranges
-    what was loaded; None, with a line in the log, if they are not exact."""
+    """A layer's weights and scales in FP8, w13's and w2's, from what was loaded; None,
+    with a line in the log, if they are not exact."""
     found, inexact = [], 0
     for name in ("w13_weight", "w2_weight"):
         *both, exact = to_e4m3(
@@ -206,16 +228,15 @@ def convert(layer: "FusedMoE") -> Converted | None:
     return None
 
 
-def join(method: "Mxfp4MoEMethod", converted: Converted) -> None:
-    """Give calls of many tokens to DeepGEMM, in the kernel that `method` has made for
-    Marlin."""
+def join(method: "Mxfp4MoEMethod", converted: Converted, least: int) -> None:
+    """Give calls of at least `least` tokens to DeepGEMM, in the kernel that `method`
+    has made for Marlin."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
         DeepGemmExperts,
     )
 
     w13, w13_scale, w2, w2_scale = converted
-    kernel, least = method.moe_kernel, method.fp8_from
     quant_config = fp8_w8a8_moe_quant_config(
         w1_scale=w13_scale,
         w2_scale=w2_scale,
@@ -223,12 +244,9 @@ def join(method: "Mxfp4MoEMethod", converted: Converted) -> None:
         # Marlin takes 0 for none, DeepGemmExperts for a limit.
         gemm1_clamp_limit=method.moe_quant_config.gemm1_clamp_limit or None,
     )
-    fp8 = mk.FusedMoEKernel(
-        kernel.prepare_finalize,
-        DeepGemmExperts(moe_config=method.moe, quant_config=quant_config),
-        kernel.inplace,
-    )
-    kernel.impl = _ByTokens(kernel.impl, fp8.impl, w13, w2, least)
+    experts = DeepGemmExperts(moe_config=method.moe, quant_config=quant_config)
+    kernel = method.moe_kernel
+    kernel.impl = _ByTokens(kernel.impl, experts, w13, w2, least)
     logger.info_once(
         "Experts: DeepGEMM in FP8 from %d tokens on, which takes %.2f GiB more a layer;"
         " Marlin below.",
@@ -252,12 +270,15 @@ def join(method: "Mxfp4MoEMethod", converted: Converted) -> None:
 class _ByTokens(mk.FusedMoEKernelModularImpl):
     """Marlin's, but for calls of at least `least` tokens."""
 
-    def __init__(self, marlin, fp8, w13, w2, least):
-        super().__init__(marlin.prepare_finalize, marlin.fused_experts, marlin.inplace)
-        self._fp8, self._w13, self._w2, self._least = fp8, w13, w2, least
+    def __init__(self, marlin, experts, w13, w2, least):
+        vars(self).update(vars(marlin))
+        self._experts, self._w13, self._w2, self._least = experts, w13, w2, least
 
     def apply(self, hidden_states, w1, w2, **rest):
-        apply = super().apply
+        mine = self
         if hidden_states.shape[0] >= self._least:
-            apply, w1, w2 = self._fp8.apply, self._w13, self._w2
-        return apply(hidden_states=hidden_states, w1=w1, w2=w2, **rest)
+            mine = copy.copy(self)  # now, since vLLM sets attributes of it later
+            mine.fused_experts, w1, w2 = self._experts, self._w13, self._w2
+        return super(_ByTokens, mine).apply(
+            hidden_states=hidden_states, w1=w1, w2=w2, **rest
+        )
