@@ -1,5 +1,5 @@
-"""What is particular about the wheel: the table of vLLM's files it relies on, written from patches/drop-in, and
-the platform in its name, which is that of the native library in it. hatchling calls it, by pyproject.toml."""
+"""What is particular about the wheel: the table of vLLM's files it relies on, written from patches/, and the
+platform in its name, which is that of the native library in it. hatchling calls it, by pyproject.toml."""
 
 import hashlib
 import json
@@ -75,14 +75,14 @@ def platform(library: Path) -> str:
 
 
 def pins(root: Path) -> dict[str, dict[str, list[str]]]:
-    """By release of vLLM, for each of its files that the drop-in changes or needs, the sha256 that it may have:
-    more than one where a wheel was built again."""
+    """By release of vLLM, for each of its files that drop-in or mtp-padding changes or needs, the sha256 that it
+    may have: more than one where a wheel was built again."""
     sys.path.insert(0, str(root / "scripts"))
     from dsv4_overlay_tools.errors import Refusal
     from dsv4_overlay_tools.series import load_series, release_folders
 
     table = defaultdict(lambda: defaultdict(set))
-    for folder in release_folders(root, "drop-in"):
+    for folder in (*release_folders(root, "drop-in"), *release_folders(root, "mtp-padding")):
         try:
             series = load_series(folder)
         except Refusal as refusal:

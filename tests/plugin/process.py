@@ -23,11 +23,13 @@ FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 OPS = "vllm.v1.attention.ops.flashmla"
 FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"  # comes with the compiled modules
 SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse"
+INDEXER = "vllm.v1.attention.backends.mla.indexer"
 FIRST_V4 = "vllm.model_executor.layers.deepseek_v4_attention"
 CALLERS = (
     OPS,
     FLASHMLA,
     SPARSE,
+    INDEXER,
     "vllm.v1.attention.backends.mla.flashmla",
     "vllm.models.deepseek_v4.nvidia.flashmla",
     "vllm.models.deepseek_v41.nvidia.flashmla",
@@ -95,6 +97,7 @@ def answer():
         # Before heads, for which other classes take the place of 0.20.2's and 0.21.0's.
         "prefills": {name: prefills(module) for name, module in modules.items() if prefills(module)},
         "heads": {name: heads(module) for name, module in modules.items() if heads(module)},
+        "lengths": lengths(modules[INDEXER]) if INDEXER in modules else None,
         "calls": [getattr(modules[OPS], name)(None, k_cache=None) for name in FUNCTIONS if OPS in modules],
         "imported": sorted(name for name in sys.modules if name.startswith("vllm_dsv4_overlay.")),
         "cuda": torch.cuda.is_initialized(),
@@ -115,6 +118,25 @@ def heads(module):
         if hasattr(module, name):
             return {"get_padded_num_q_heads": getattr(module, name).get_padded_num_q_heads(16)}
     return {}
+
+
+def lengths(module):
+    """Of three requests with a draft token, the last one padding: what each of their tokens sees."""
+    method = module.DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors
+    rows = "decode_seq_lens_buffer.dim() == 2" in inspect.getsource(method)  # a request each, up to 0.21.0
+    builder = types.SimpleNamespace(
+        decode_seq_lens_buffer=torch.zeros((3, 2) if rows else 6, dtype=torch.int32),
+        offsets_buffer=torch.arange(2, dtype=torch.int32),
+        supports_varlen=False,
+        vllm_config=types.SimpleNamespace(speculative_config=None),
+    )
+    lens, new = torch.tensor([10, 7, 0], dtype=torch.int32), torch.full((3,), 2, dtype=torch.int32)
+    found, *_ = method(
+        builder, seq_lens=lens, block_table=torch.zeros(3, 1, dtype=torch.int32), decode_lens=new,
+        decode_lens_cpu=new, query_start_loc=torch.arange(0, 6, 2), num_decodes=3, num_decode_tokens=6,
+        use_native=True, next_n=2, max_decode_len=2,
+    )  # fmt: skip
+    return found.view(3, 2).tolist()
 
 
 def prefills(module):

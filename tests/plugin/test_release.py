@@ -75,6 +75,7 @@ def test_it_is_set(trees, narrow, release):
     taken = here["prefills"].pop(V4 if V4 in here["modules"] else FIRST_V4)
     assert taken == [["drop-in", *offered], ["vLLM", "layer", "left", *offered[2:]]]
     assert all(found == [["vLLM"], ["vLLM"]] for found in here["prefills"].values())  # of V4.1
+    assert here["lengths"] == [[9, 10], [6, 7], [0, 0]]  # vLLM's own from 0.28.0 on
     (line,) = lines(log)
     assert f"{SET} {release};" in line and "INFO" in line
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """The drop-in without a patch: vLLM calls `register` in each of its processes, and it
-sets at run time what the patches of the drop-in write into vLLM's files.
+sets at run time what the patches of the series drop-in and mtp-padding write into
+vLLM's files.
 
 Nothing but the standard library is imported at the top: vLLM logs an import error of a
 plugin and goes on without it.
@@ -27,6 +28,7 @@ OPS = "vllm.v1.attention.ops.flashmla"
 STOCK = "is not in use, and stock vLLM runs"
 PADDED = "leaves q padded to 64 heads, as stock vLLM does"
 GATHERED = "leaves V4's prefills as stock vLLM has them"
+NEGATIVE = "leaves MTP as stock vLLM has it, which may hang"
 
 logger = logging.getLogger(__name__)
 
@@ -100,16 +102,21 @@ def register() -> None:
         leave_to_patches(package, ours)
         return
     release = vllm.__version__.partition("+")[0]
-    check_files(package.parent, release)
+    pins = check_files(package.parent, release)
     from .dsv4_overlay import drop_in
 
     try:
         drop_in.switched_on(None)
     except ValueError as error:
         raise Refused(*error.args) from None
-    sys.meta_path.insert(0, AfterImport(SEAMS))
-    for name in SEAMS.keys() & sys.modules.keys():
-        for seam in SEAMS[name]:
+    seams = {
+        name: actions
+        for name, actions in SEAMS.items()
+        if name.replace(".", "/") + ".py" in pins
+    }
+    sys.meta_path.insert(0, AfterImport(seams))
+    for name in seams.keys() & sys.modules.keys():
+        for seam in seams[name]:
             seam(sys.modules[name])
     logger.info(
         "%s %s, a plugin, has set its drop-in for FlashMLA in vLLM %s; workers log "
@@ -144,9 +151,9 @@ def leave_to_patches(package: Path, ours: str) -> None:
     )
 
 
-def check_files(root: Path, release: str) -> None:
-    """Raise `Unfit` unless the files of `root`/vllm that the seams rely on are those of
-    a release that the wheel knows."""
+def check_files(root: Path, release: str) -> dict[str, list[str]]:
+    """The files of `root`/vllm that the seams are in or rely on, and their pins. Raises
+    `Unfit` unless they are those of a release that the wheel knows."""
     releases = json.loads(Path(__file__).with_name("pins.json").read_text())
     if release not in releases:
         raise Unfit(
@@ -161,6 +168,7 @@ def check_files(root: Path, release: str) -> None:
             raise Unfit(
                 f"{file} is not as vLLM {release} has it; install the released vLLM"
             )
+    return releases[release]
 
 
 class AfterImport(MetaPathFinder):
@@ -302,9 +310,28 @@ def offer_prefills(module: ModuleType) -> None:
     )
 
 
+@guarded(NEGATIVE)
+def clamp_lengths(module: ModuleType) -> None:
+    """MTP up to 0.27.1: a request of padding has length 0, and all of its tokens."""
+    cls = module.DeepseekV32IndexerMetadataBuilder
+    stock = cls._prepare_decode_tensors
+
+    # vLLM names all that it gives.
+    @functools.wraps(stock)
+    def _prepare_decode_tensors(builder: object, **given: object) -> tuple:
+        found = stock(builder, **given)
+        if given["max_decode_len"] > 1:
+            found[0].clamp_(min=0)
+        return found
+
+    cls._prepare_decode_tensors = _prepare_decode_tensors
+
+
+# Set in a release whose table of pins has the module's file.
 SEAMS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     OPS: (replace_functions,),
     "vllm.v1.attention.backends.mla.flashmla_sparse": (pad_v32,),
+    "vllm.v1.attention.backends.mla.indexer": (clamp_lengths,),
     "vllm.models.deepseek_v4.nvidia.flashmla": (pad_v4, offer_prefills),
     "vllm.models.deepseek_v41.nvidia.flashmla": (pad_v4,),
     "vllm.model_executor.layers.deepseek_v4_attention": (pad_first_v4, offer_prefills),
