@@ -148,10 +148,24 @@ def of_layer():
         error = float((result - expected).norm() / expected.norm())
         found[tokens] = {"products": len(DEEP_GEMM.rows), "sevens": bool((result == 7).all()), "error": error}
     answers["calls"] = found
+    answers["EP"] = with_expert_parallelism(layer, weights)
     weights["w2_weight_scale"][1, 5, 0] = 90  # 29 binades below the others of its block
     kept = loaded(settings(LEAST), weights).quant_method.moe_kernel.impl
     off = loaded(settings(), weights).quant_method.moe_kernel.impl
     return answers | {"inexact": type(kept).__name__, "off": type(off).__name__}
+
+
+def with_expert_parallelism(layer, weights):
+    """The error on a GPU that has the last four of eight experts: each token has one there, and one elsewhere."""
+    x, route, chosen = bench.inputs(TOKENS, "cpu")
+    here = torch.tensor([1, 0])
+    where = torch.cat([torch.full((bench.EXPERTS,), -1), torch.arange(bench.EXPERTS)]).int()
+    result = layer.quant_method.moe_kernel.apply(
+        x, layer.w13_weight, layer.w2_weight, route, chosen + (bench.EXPERTS * here).to(chosen.dtype),
+        layer.activation, 2 * bench.EXPERTS, where, False,
+    ).float()  # fmt: skip
+    expected = bench.reference(weights, x, route * here, chosen)
+    return float((result - expected).norm() / expected.norm())
 
 
 def refusals():
@@ -182,8 +196,11 @@ def refusals():
     parallel = moe.moe_parallel_config
     found = {"none": refusal(None), "one of four": refusal()}
     found |= {f"{least!r}": refusal(least) for least in (True, 0, "512", 1.5, 8193)}
-    found["EP"] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, use_ep=True)))
-    found["DP"] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, dp_size=2)))
+    for name, divided in {
+        "EP": {"use_ep": True}, "EPLB": {"use_ep": True, "enable_eplb": True},
+        "DP": {"dp_size": 2}, "DP with EP": {"use_ep": True, "dp_size": 2},
+    }.items():  # fmt: skip
+        found[name] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, **divided)))
     found["Humming"] = refusal(backend="HUMMING")
     found["LoRA"] = refusal(moe=changed(flash, is_lora_enabled=True))
     found["hidden"] = refusal(moe=changed(flash, hidden_dim=4224))

@@ -15,9 +15,7 @@ from on_request import ON_REQUEST, tree_with
 NAME = "fp8-experts"
 HERE = "dsv4_fp8_experts in --additional-config "
 NUMBER = "; it may be the number of tokens, 1 or more, from which on experts run in FP8."
-PARALLEL = (
-    "does not serve experts that are divided among GPUs (--enable-expert-parallel) or data parallelism; omit it."
-)
+PARALLEL = "does not serve data parallelism, --enable-eplb, or all-to-all between experts; omit it."
 REFUSALS = {
     "True": f"is True{NUMBER}",
     "0": f"is 0{NUMBER}",
@@ -25,8 +23,7 @@ REFUSALS = {
     "1.5": f"is 1.5{NUMBER}",
     "seam": f"is 'all'{NUMBER}",
     "8193": "is 8193, but no step has more than 8192 tokens; lower it, or raise --max-num-batched-tokens.",
-    "EP": PARALLEL,
-    "DP": PARALLEL,
+    **dict.fromkeys(["EPLB", "DP", "DP with EP"], PARALLEL),
     "Humming": "stands beside Marlin, not HUMMING; use --moe-backend marlin.",
     "LoRA": "is not served here: DeepGEMM's kernel does not support LoRA.",
     "hidden": "needs a hidden size that 1024 divides, not 4224; omit it.",
@@ -86,6 +83,11 @@ def test_deepgemms_layer_is_the_definition_with_the_swiglu_limit(answers):
     assert len(errors) == 2 and max(errors) < 0.1
 
 
+def test_experts_of_other_gpus_add_nothing(answers):
+    """--enable-expert-parallel with tensor parallelism."""
+    assert answers["layer"]["EP"] < 0.1
+
+
 def test_products_are_warmed_up_to_the_largest_step(answers):
     """Two of each number of rows, up to 2048 * 2, the tokens of a step by experts a token, and 127 for each of 4
     experts: up to 36 tiles. From 0.23.0 on vLLM leaves out two numbers that differ in no kernel."""
@@ -103,4 +105,4 @@ def test_refused_before_weights_are_loaded(answers, case):
 
 
 def test_asked_for_or_not(answers):
-    assert (answers["refusals"]["none"], answers["refusals"]["one of four"]) == (None, 512)
+    assert [answers["refusals"][case] for case in ("none", "one of four", "EP")] == [None, 512, 512]

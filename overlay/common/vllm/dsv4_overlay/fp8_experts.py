@@ -107,10 +107,10 @@ def _misfit(
     if backend.value != "MARLIN":
         return f"stands beside Marlin, not {backend.value}; use --moe-backend marlin"
     parallel = moe.moe_parallel_config
-    if parallel.use_ep or parallel.dp_size > 1:
+    if parallel.dp_size > 1 or parallel.use_all2all_kernels or parallel.enable_eplb:
         return (
-            "does not serve experts that are divided among GPUs "
-            "(--enable-expert-parallel) or data parallelism; omit it"
+            "does not serve data parallelism, --enable-eplb, or all-to-all between "
+            "experts; omit it"
         )
     if problem := _unsupported(moe):
         return f"is not served here: DeepGEMM's {problem}"
