@@ -349,6 +349,12 @@ def kv_cache(run: Run) -> None:
         ours, theirs = ({name: cache[what] for name, cache in caches.items()} for caches in (found, stock))
         differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         run.check(f"{what} of every layer's cache as in stock vLLM", not differ, differ)
+    # Where they differ: how many of a layer's blocks have bytes that none of stock's has, wherever it is.
+    others = {name: set(cache["blocks"].values()) for name, cache in stock.items()}
+    run.save(unlike_stock={
+        name: sum(digest not in others.get(name, ()) for digest in cache["blocks"].values())
+        for name, cache in found.items()
+    })  # fmt: skip
 
 
 def silence_attention() -> None:
