@@ -30,7 +30,8 @@ class Hook(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform(library)}"
         self.table.parent.mkdir(parents=True, exist_ok=True)
-        self.table.write_text(json.dumps(pins(root), indent=1) + "\n")
+        table = {series: pins(root, series) for series in ("drop-in", "mtp-padding")}
+        self.table.write_text(json.dumps(table, indent=1) + "\n")
         build_data["force_include"][str(self.table)] = "vllm_dsv4_overlay/pins.json"
 
     def finalize(self, version: str, build_data: dict, artifact_path: str) -> None:
@@ -74,15 +75,15 @@ def platform(library: Path) -> str:
     )
 
 
-def pins(root: Path) -> dict[str, dict[str, list[str]]]:
-    """By release of vLLM, for each of its files that drop-in or mtp-padding changes or needs, the sha256 that it
-    may have: more than one where a wheel was built again."""
+def pins(root: Path, series_name: str) -> dict[str, dict[str, list[str]]]:
+    """By release of vLLM, for each of its files that the series changes or needs, the sha256 that it may have:
+    more than one where a wheel was built again."""
     sys.path.insert(0, str(root / "scripts"))
     from dsv4_overlay_tools.errors import Refusal
     from dsv4_overlay_tools.series import load_series, release_folders
 
     table = defaultdict(lambda: defaultdict(set))
-    for folder in (*release_folders(root, "drop-in"), *release_folders(root, "mtp-padding")):
+    for folder in release_folders(root, series_name):
         try:
             series = load_series(folder)
         except Refusal as refusal:

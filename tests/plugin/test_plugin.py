@@ -5,7 +5,7 @@ import shutil
 import pytest
 from asking import OURS, SET, VERSION, ask, is_set, lines
 from building import run
-from process import OPS
+from process import INDEXER, OPS
 
 RELEASE = "0.22.1"
 KERNELS = "vllm_dsv4_overlay/third_party/mla_kernels"
@@ -76,6 +76,10 @@ def told(trees, site, repo, tmp_path_factory):
             request["version"] = "0.99.0"
         why[spoil] = spoil(place / "tree", place / "site")
         requests |= {spoil: request, (spoil, "asked"): request | {"env": ASKED}}
+    mended = shutil.copytree(tree, folder / "mended")
+    indexer = mended / f"{INDEXER.replace('.', '/')}.py"
+    indexer.write_text(indexer.read_text() + "\n")
+    requests["mended"] = {"site": str(site), "after": [OPS, INDEXER], "tree": str(mended)}
     for version, *options in ((VERSION,), ("9.9.9",), (VERSION, "--series", "full-width")):
         place = folder / "-".join(("patched", version, *options))
         other = shutil.copytree(repo, place / "repo")
@@ -96,6 +100,14 @@ def test_names_of_plugins(told, names):
 def test_who_imported_the_functions_before_has_ours(told):
     answer, _ = told[0]["before"]
     assert is_set(answer["here"]) and set(answer["here"]["modules"]["__main__"].values()) == {OURS}
+
+
+def test_another_s_mending_of_mtp_is_left(told):
+    """The drop-in is set all the same."""
+    answer, log = told[0]["mended"]
+    assert is_set(answer["here"]) and answer["here"]["lengths"] == [[9, 10], [6, 7], [-1, 0]]
+    (line,) = lines(log, "leaves MTP as stock vLLM has it, which may hang: ")
+    assert "WARNING" in line and f"indexer.py is not as vLLM {RELEASE} has it" in line
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -102,18 +102,14 @@ def register() -> None:
         leave_to_patches(package, ours)
         return
     release = vllm.__version__.partition("+")[0]
-    pins = check_files(package.parent, release)
+    check_files(package.parent, release, "drop-in")
     from .dsv4_overlay import drop_in
 
     try:
         drop_in.switched_on(None)
     except ValueError as error:
         raise Refused(*error.args) from None
-    seams = {
-        name: actions
-        for name, actions in SEAMS.items()
-        if name.replace(".", "/") + ".py" in pins
-    }
+    seams = SEAMS | seam_of_mtp(package.parent, release, ours)
     sys.meta_path.insert(0, AfterImport(seams))
     for name in seams.keys() & sys.modules.keys():
         for seam in seams[name]:
@@ -151,10 +147,15 @@ def leave_to_patches(package: Path, ours: str) -> None:
     )
 
 
-def check_files(root: Path, release: str) -> dict[str, list[str]]:
-    """The files of `root`/vllm that the seams are in or rely on, and their pins. Raises
-    `Unfit` unless they are those of a release that the wheel knows."""
-    releases = json.loads(Path(__file__).with_name("pins.json").read_text())
+def known(series: str) -> dict[str, dict[str, list[str]]]:
+    """By release, the files that the seams of `series` are in or rely on: sha256."""
+    return json.loads(Path(__file__).with_name("pins.json").read_text())[series]
+
+
+def check_files(root: Path, release: str, series: str) -> None:
+    """Raise `Unfit` unless the files of `root`/vllm that `series` needs are those of a
+    release that it has."""
+    releases = known(series)
     if release not in releases:
         raise Unfit(
             f"this is vLLM {release}, and it knows {', '.join(releases)}; install a "
@@ -168,7 +169,17 @@ def check_files(root: Path, release: str) -> dict[str, list[str]]:
             raise Unfit(
                 f"{file} is not as vLLM {release} has it; install the released vLLM"
             )
-    return releases[release]
+
+
+def seam_of_mtp(root: Path, release: str, ours: str) -> dict:
+    """Where vLLM has not mended it. A file of another's mending is left as it is."""
+    if release in known("mtp-padding"):
+        try:
+            check_files(root, release, "mtp-padding")
+            return {"vllm.v1.attention.backends.mla.indexer": (clamp_lengths,)}
+        except Unfit as why:
+            logger.warning("%s %s %s: %s.", DISTRIBUTION, ours, NEGATIVE, why)
+    return {}
 
 
 class AfterImport(MetaPathFinder):
@@ -327,11 +338,9 @@ def clamp_lengths(module: ModuleType) -> None:
     cls._prepare_decode_tensors = _prepare_decode_tensors
 
 
-# Set in a release whose table of pins has the module's file.
 SEAMS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     OPS: (replace_functions,),
     "vllm.v1.attention.backends.mla.flashmla_sparse": (pad_v32,),
-    "vllm.v1.attention.backends.mla.indexer": (clamp_lengths,),
     "vllm.models.deepseek_v4.nvidia.flashmla": (pad_v4, offer_prefills),
     "vllm.models.deepseek_v41.nvidia.flashmla": (pad_v4,),
     "vllm.model_executor.layers.deepseek_v4_attention": (pad_first_v4, offer_prefills),
