@@ -4,9 +4,11 @@ ARG BASE_IMAGE
 # Is this the base for RELEASE, and does the overlay go onto it? Also makes the environment of the tools.
 FROM ${BASE_IMAGE} AS check
 ARG RELEASE
+# Options of apply-patches.sh; empty, it applies the series that are not on request.
+ARG SERIES
 COPY . /src
 RUN python3 -B /src/docker/check.py base "$RELEASE" && \
-    XDG_CACHE_HOME=/src/.cache /src/scripts/apply-patches.sh --installed --check && \
+    XDG_CACHE_HOME=/src/.cache /src/scripts/apply-patches.sh --installed --check $SERIES && \
     touch --date=@0 /src/checked
 
 # What is compiled depends on little, so that most changes leave it cached; and on the check, so that a wrong base does
@@ -38,6 +40,7 @@ RUN --mount=type=bind,source=docker,target=/src \
             -r "/src/flashinfer-$FLASHINFER.txt"; \
     }
 ARG RELEASE
+ARG SERIES
 ARG BASE_NAME
 ARG BASE_DIGEST
 ARG REVISION
@@ -46,7 +49,7 @@ ARG VERSION
 # buildah 1.28 removes the folder it was mounted on.
 RUN --mount=type=bind,from=mounted,source=/src,target=/src \
     export HOME="$(mktemp -d)" PYTHONDONTWRITEBYTECODE=1 && export TMPDIR="$HOME" && \
-    XDG_CACHE_HOME=/src/.cache DSV4_OVERLAY_COMMIT="$REVISION" /src/scripts/apply-patches.sh --installed && \
+    XDG_CACHE_HOME=/src/.cache DSV4_OVERLAY_COMMIT="$REVISION" /src/scripts/apply-patches.sh --installed $SERIES && \
     python3 /src/docker/check.py image "$RELEASE" \
         base_name="$BASE_NAME" base_digest="$BASE_DIGEST" revision="$REVISION" \
         --flashinfer "$FLASHINFER" --record /usr/share/vllm-dsv4-overlay/provenance.json && \

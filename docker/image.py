@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -83,9 +84,10 @@ def public_url(url: str) -> str:
 
 
 def arguments(
-    root: Path, release: str, base: str = "", digest: str = "", blackwell: bool = False
+    root: Path, release: str, base: str = "", digest: str = "", blackwell: bool = False, series: Iterable[str] = ()
 ) -> dict[str, str]:
     """The Dockerfile's build arguments, less those of the commit. Raises Refusal."""
+    find_series(root, release, series)
     image = pins(find_series(root, release), release)
     if blackwell and not image["flashinfer"]:
         raise Refusal("no-variant", f"The image of vLLM {release} has no variant for Blackwell; omit --blackwell.")
@@ -96,6 +98,7 @@ def arguments(
         "BASE_NAME": name,
         "BASE_DIGEST": digest,
         "RELEASE": release,
+        "SERIES": " ".join(f"--series={name}" for name in sorted(set(series))),
         "FLASHINFER": image["flashinfer"] if blackwell else "",
         "VERSION": (root / "VERSION").read_text("utf-8").strip(),
     }
@@ -107,6 +110,7 @@ def tag(given: dict[str, str], revision: str, pinned: str) -> str:
     `pinned` is the digest that release.toml has for the base: another one becomes part of the tag.
     """
     name = f"{NAME}:{given['RELEASE']}-{given['VERSION']}-g{revision}" + "-blackwell" * bool(given["FLASHINFER"])
+    name += given["SERIES"].replace(" ", "").replace("--series=", "_")
     digest = given["BASE_DIGEST"]
     return name if digest == pinned else f"{name}-base-{digest.partition(':')[2][:12]}"
 
@@ -181,7 +185,7 @@ def resolve(builder: str, base: str) -> str:
 def build(root: Path, args: argparse.Namespace, options: list[str]) -> str:
     """Build the image; returns its tag and its base. Raises Refusal."""
     name, _, digest = args.base.partition("@")
-    given = arguments(root, args.release, name, digest, args.blackwell)
+    given = arguments(root, args.release, name, digest, args.blackwell, args.series)
     commit = source(root)
     if not args.tag and (commit.dirty or not commit.revision):
         why = "has changes that are not committed" if commit.dirty else "is not a git checkout"
@@ -193,7 +197,7 @@ def build(root: Path, args: argparse.Namespace, options: list[str]) -> str:
         raise Refusal("build-failed", f"There is no {builder} on PATH; install it.")
     if not given["BASE_DIGEST"]:
         digest = resolve(builder, given["BASE_NAME"])
-        given = arguments(root, args.release, given["BASE_NAME"], digest, args.blackwell)
+        given = arguments(root, args.release, given["BASE_NAME"], digest, args.blackwell, args.series)
         if not digest and not args.tag:
             raise Refusal("no-tag", f"No registry knows {given['BASE_NAME']}, so it has no digest; give --tag.")
     pinned = pins(find_series(root, args.release), args.release)["digest"]
@@ -215,6 +219,8 @@ def main(argv: list[str], root: Path) -> int:
     )
     parser.add_argument("release", nargs="?", metavar="RELEASE")
     parser.add_argument("--blackwell", action="store_true", help="with the FlashInfer that Blackwell needs")
+    parser.add_argument("--series", metavar="NAME", action="append", default=[],
+                        help="as of apply-patches.sh; becomes part of the tag")  # fmt: skip
     parser.add_argument("--base", default="", help="build on this image: of a mirror, or one of your own")
     parser.add_argument("--tag", help=f"default: {NAME}:RELEASE-VERSION-gCOMMIT")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that works")

@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fetch", metavar="RELEASE",
                         help="first download the pinned source of RELEASE into TARGET")
     parser.add_argument("--series", metavar="NAME", action="append", default=[],
-                        help="of the release's series this one, e.g. drop-in; may be given again; "
-                        "default: all but those on request (docs/releases.md)")
+                        help="of the release's series this one, e.g. drop-in; may be given again; `default`, "
+                        "as without the option: all but those on request (docs/releases.md)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", dest="mode", action="store_const", const="check",
                       help="would it apply? change nothing")

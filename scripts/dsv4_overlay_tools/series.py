@@ -420,17 +420,22 @@ def series_of(root: Path, release: str) -> list[Series]:
     return found
 
 
+DEFAULT = "default"
+
+
 def find_series(root: Path, release: str, names: Iterable[str] = ()) -> Stack:
-    """The series for vLLM `release`: those with these names, else all that are not on request.
+    """The series for vLLM `release` with these names; DEFAULT, or no name, is all that are not on request.
 
     Raises Refusal: wrong-release if there is none, no-series if one of `names` is missing.
     """
     found = series_of(root, release)
     has = [series.name for series in found]
-    for name in names:
+    wanted = set(names) or {DEFAULT}
+    for name in sorted(wanted - {DEFAULT}):
         if name not in has:
             raise Refusal("no-series", f"vLLM {release} has no series {name!r}; it has: {', '.join(has)}.")
-    return Stack([series for series in found if (series.name in names if names else not series.on_request)])
+    default = DEFAULT in wanted
+    return Stack([series for series in found if series.name in wanted or default and not series.on_request])
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ WORKS, FAILS = '#!/bin/sh\necho "$@" >> calls\n', "#!/bin/sh\nexit 1\n"
     [
         (["9.9.9"], "There is no patch series for vLLM 9.9.9; supported: "),
         ([RELEASE, "--builder", "podman"], "There is no podman on PATH"),
+        ([RELEASE, "--series", "fp8"], f"vLLM {RELEASE} has no series 'fp8'; it has: drop-in, fp8-experts, "),
         ([NEWEST, "--blackwell"], f"The image of vLLM {NEWEST} has no variant for Blackwell; omit --blackwell."),
         ([RELEASE, "--build-arg", "MLA_CUDA_ARCHS=90a"], "has another content than its tag says; give --tag."),
         ([RELEASE, "--target", "checked"], "has another content than its tag says; give --tag."),
@@ -162,6 +163,9 @@ def test_a_tag_says_what_is_in_the_image(checkout, tmp_path):
     name = f"vllm-dsv4-overlay:{RELEASE}-{version}-g{commit[:12]}"
     assert run(RELEASE, docker=WORKS).stdout.startswith(f"built {name} on {tool.BASE}:v{RELEASE}@sha256:")
     assert run(RELEASE, "--blackwell", docker=WORKS).stdout.startswith(f"built {name}-blackwell on ")
+    more = ["--series", "fp8-experts", "--series", "default"]
+    assert run(RELEASE, *more, docker=WORKS).stdout.startswith(f"built {name}_default_fp8-experts on ")
+    assert " --build-arg SERIES=--series=default --series=fp8-experts " in (tmp_path / "calls").read_text()
     # A base of one's own, or a newer one under the same tag, is another image.
     done = run(RELEASE, "--base", "mine@sha256:0123456789abcdef", docker=WORKS)
     assert done.stdout == f"built {name}-base-0123456789ab on mine@sha256:0123456789abcdef\n"
@@ -353,7 +357,8 @@ def images(build, bases):
     """The images by release, and "blackwell" of RELEASE."""
     found = {}
     for name, release, options in (
-        (RELEASE, RELEASE, ()), (NEWEST, NEWEST, ()), ("blackwell", RELEASE, ["--blackwell"])
+        (RELEASE, RELEASE, ()), (NEWEST, NEWEST, ()),
+        ("blackwell", RELEASE, ["--blackwell", "--series", "default", "--series", "quantised-linears"]),
     ):  # fmt: skip
         found[name] = f"localhost/dsv4:test-{name}"
         done = build(release, bases[release], found[name], *options)
@@ -426,6 +431,8 @@ def test_the_build_checked_itself(buildah, run_in, images, name):
     assert facts["revision"] == facts["overlay"]["commit"] == labels["org.opencontainers.image.revision"]
     assert facts["base_digest"] == labels["org.opencontainers.image.base.digest"]
     assert facts["vllm"] == (RELEASE if name == "blackwell" else name)
+    series = facts["overlay"]["series"]
+    assert "drop-in" in series and ("quantised-linears" in series) == (name == "blackwell")
     assert facts["native_kernels"]["archs"] == "90a"
     commit = tool.source(ROOT)
     assert labels["org.opencontainers.image.created"] == commit.created

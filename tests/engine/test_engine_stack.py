@@ -89,10 +89,14 @@ def test_on_request(engine, target):
     pins = engine.root / DROP_IN / "release.toml"
     pins.write_text("on_request = true\n" + pins.read_text())
     assert engine.ok(target)["series"] == ["full-width"]
+    assert engine.ok(target, "--series", "default")["notes"][-1] == "already applied; nothing to do"
+    both = engine.refused("patch-changed", target, "--series", "default", "--series", "drop-in")["message"]
+    assert " has full-width applied and not drop-in and full-width; run with --revert first" in both
     assert engine.refused("patch-changed", target, "--series", "drop-in")["message"].endswith("with --series.")
     engine.ok(target, "--revert")
-    for names in (["drop-in"], ["full-width", "drop-in"]):
+    for names in (["drop-in"], ["full-width", "drop-in"], ["drop-in", "default"]):
         options = [word for name in names for word in ("--series", name)]
+        names = ["full-width" if name == "default" else name for name in names]
         assert engine.ok(target, *options)["series"] == sorted(names)
         assert engine.ok(target, "--status")["series"] == sorted(names)
         shutil.rmtree(target / "vllm/_dsv4_overlay")
