@@ -6,6 +6,7 @@ import ast
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,12 @@ def _without_passwords(text: str) -> str:
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 
-def _download(release: str, folder: Path) -> Path:
-    """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
+@contextlib.contextmanager
+def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
+    """unearth's finder, where pip would look, and these places in words; `options` are its own.
+
+    Raises Refusal(download-failed), also for what is done with it, which is `what`.
+    """
     import ssl
 
     import unearth  # half a second that only a download should cost
@@ -92,37 +98,98 @@ def _download(release: str, folder: Path) -> Path:
     links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
     hosts = sources.get("trusted-host", [])
     certs = sources.get("cert")
-    options = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
+    verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
     try:
-        with PyPIClient(trusted_hosts=hosts, **options) as session:
+        with PyPIClient(trusted_hosts=hosts, **verify) as session:
             finder = unearth.PackageFinder(
                 session=session,
                 index_urls=indexes + extra,
                 find_links=links,
-                no_binary=["vllm"],
                 ignore_compatibility=True,  # it is read here, not run
+                **options,
             )
-            best = finder.find_best_match(f"vllm=={release}").best
-            if best is None:
-                raise Refusal(
-                    "download-failed",
-                    _without_passwords(
-                        f"No source archive of vLLM {release} at {', '.join(indexes + extra + links)}; "
-                        "check pip's index configuration."
-                    ),
-                )
-            with _progress(f"vllm-{release}.tar.gz") as report:
-                return finder.download(best.link, folder, download_reporter=report)
+            yield finder, ", ".join(indexes + extra + links)
     except Refusal:
         raise
     except Exception as error:  # unearth lets the errors of its HTTP and TLS libraries through
         raise Refusal(
             "download-failed",
             _without_passwords(
-                f"Downloading vLLM {release} failed ({type(error).__name__}: {error}); check the "
-                "network and pip's index configuration."
+                f"{what} failed ({type(error).__name__}: {error}); check the network and pip's index "
+                "configuration."
             ),
         ) from error
+
+
+def _nothing(what: str, where: str) -> Refusal:
+    return Refusal(
+        "download-failed", _without_passwords(f"No {what} at {where}; check pip's index configuration.")
+    )
+
+
+def _download(release: str, folder: Path) -> Path:
+    """Download the source archive of `release` into `folder`. Raises Refusal(download-failed)."""
+    with _finder(f"Downloading vLLM {release}", no_binary=["vllm"]) as (finder, where):
+        best = finder.find_best_match(f"vllm=={release}").best
+        if best is None:
+            raise _nothing(f"source archive of vLLM {release}", where)
+        with _progress(f"vllm-{release}.tar.gz") as report:
+            return finder.download(best.link, folder, download_reporter=report)
+
+
+class _Ranged(io.RawIOBase):
+    """A file on a web server, of which is fetched what is read."""
+
+    def __init__(self, session: Any, url: str) -> None:
+        self.session, self.url, self.at = session, url, 0
+        found = session.head(url, follow_redirects=True).raise_for_status()
+        self.size = int(found.headers["Content-Length"])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + (0, self.at, self.size)[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self.at + len(buffer), self.size)
+        if end <= self.at:
+            return 0
+        wanted = {"Range": f"bytes={self.at}-{end - 1}", "Accept-Encoding": "identity"}
+        got = self.session.get(self.url, headers=wanted, follow_redirects=True).raise_for_status()
+        if got.status_code != 206 or len(got.content) != end - self.at:
+            raise OSError("its server does not send parts of files")
+        buffer[: len(got.content)] = got.content
+        self.at = end
+        return len(got.content)
+
+
+def wheels(release: str, paths: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Of each wheel for Linux that the index has of `release`: its name and, by path, the sha256 of what it has.
+
+    Fetches some megabytes of each. Raises Refusal(download-failed).
+    """
+    with _finder(f"Reading wheels of vLLM {release}", only_binary=["vllm"]) as (finder, where):
+        links = {}
+        for package in finder.find_matches(f"vllm=={release}"):
+            if "linux" in package.link.filename and package.version == release:
+                links.setdefault(package.link.filename, package.link)
+        if not links:
+            raise _nothing(f"wheel of vLLM {release}", where)
+        for name, link in sorted(links.items()):
+            url = link.url_without_fragment
+            raw = link.file_path.open("rb", 0) if link.is_file else _Ranged(finder.session, url)
+            with io.BufferedReader(raw, 1 << 20) as file, zipfile.ZipFile(file) as wheel:
+                there = set(paths) & set(wheel.namelist())
+                found = {path: hashlib.sha256(wheel.read(path)).hexdigest() for path in sorted(there)}
+            yield name, found
 
 
 @contextlib.contextmanager

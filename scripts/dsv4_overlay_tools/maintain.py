@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tomlkit
+from packaging.version import Version
 
 from . import fetch
 from .errors import Refusal
@@ -485,6 +486,28 @@ def _overlay_problems(root: Path) -> list[str]:
     return problems + _kernel_problems(dict(files.values()))
 
 
+def check_wheels(root: Path, release: str) -> int:
+    """Whether the index's wheels of `release` hold the files that its series pin: prints what it finds, and
+    returns how many wheels do not. Raises Refusal."""
+    pinned: dict[str, set[str]] = {}
+    for folder in release_folders(root):
+        series = load_series(folder)
+        builds = [build for build in series.rebuilt if build.rpartition("-")[0] == release]
+        for name in [release] * (release in series.sdists) + builds:
+            one = series.of(name)
+            for path, pin in (one.files | one.relied_on).items():
+                pinned.setdefault(path, set()).add(pin)
+    wrong = 0
+    for wheel, found in fetch.wheels(release, pinned):
+        others = [path for path, pins in sorted(pinned.items()) if found.get(path) not in pins]
+        if others:
+            wrong += 1
+            print(f"error: {wheel}: not as pinned: {', '.join(others)}", file=sys.stderr)
+        else:
+            print(f"{wheel}: {len(pinned)} files as pinned", flush=True)
+    return wrong
+
+
 def check_main(argv: list[str], root: Path) -> int:
     """check-series.sh: returns 0, 1 if anything is wrong or 2 for wrong usage."""
     parser = argparse.ArgumentParser(
@@ -495,9 +518,20 @@ def check_main(argv: list[str], root: Path) -> int:
     parser.add_argument("--pristine", metavar="DIR", type=Path,
                         help="the unpacked source archive, instead of the one in the cache; the "
                         "other releases that the series serves are then not looked at")
+    parser.add_argument("--wheels", action="store_true",
+                        help="see instead that the wheels at the package index, of the releases that are served, "
+                        "hold the files that are pinned")
     args = parser.parse_args(argv)
     if args.pristine and not args.release:
         parser.error("--pristine needs RELEASE")
+    if args.wheels:
+        try:
+            served = {release for folder in release_folders(root) for release in load_series(folder).sdists}
+            asked = [args.release] if args.release else sorted(served, key=Version)
+            return int(sum([check_wheels(root, release) for release in asked]) > 0)
+        except Refusal as refusal:
+            print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
+            return 1
     folders = release_folders(root, release=args.release or "*")
     if args.release and not folders:
         print(f"error: no-series: No series is made for vLLM {args.release}; see patches/.", file=sys.stderr)

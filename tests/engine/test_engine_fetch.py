@@ -1,13 +1,19 @@
 """--fetch: from a package index in a folder, since pip's configuration says where to look."""
 
+import http.server
 import io
 import os
 import sys
 import tarfile
+import threading
+import zipfile
 
 import pytest
 from dsv4_overlay_tools import fetch
+from dsv4_overlay_tools.maintain import check_main
+from dsv4_overlay_tools.series import load_series
 from smallworld import EDITED, PRISTINE, RELEASE, SERIES, metadata, sha256, snapshot
+from unearth.fetchers import PyPIClient
 
 
 def make_archive(files=None, top=f"vllm-{RELEASE}", extra=()):
@@ -208,3 +214,71 @@ def test_a_target_that_another_run_made_meanwhile(engine, index, tmp_path, monke
     monkeypatch.setattr(fetch, "archive", archive)
     engine.refused("fetch-target-not-empty", "--fetch", RELEASE, tmp_path / "tree")
     assert [path.name for path in (tmp_path / "tree").iterdir()] == ["mine"]
+
+
+@pytest.fixture
+def wheels(engine, index, tmp_path):
+    """Returns publish(files): a wheel that holds them goes onto the index, beside one for another system."""
+    names = [f"vllm-{RELEASE}-cp38-abi3-{system}.whl" for system in ("manylinux_2_28_x86_64", "macosx_11_0_arm64")]
+
+    def publish(files):
+        for name, contents in zip(names, (files, {}), strict=True):
+            with zipfile.ZipFile(tmp_path / "index/vllm" / name, "w") as wheel:
+                for path, data in contents.items():
+                    wheel.writestr(path, data)
+        links = "".join(f'<a href="{name}">{name}</a>' for name in names)
+        (tmp_path / "index/vllm/index.html").write_text(links)
+        return names[0]
+
+    return publish
+
+
+def test_wheels_of_the_index(engine, wheels, capsys):
+    """Also one whose file differs, or lacks it; and an index without any."""
+    pinned = load_series(engine.root / SERIES).files | load_series(engine.root / SERIES).relied_on
+    name = wheels(PRISTINE)
+    assert check_main([RELEASE, "--wheels"], engine.root) == 0
+    assert capsys.readouterr().out == f"{name}: {len(pinned)} files as pinned\n"
+    first, last = min(pinned), max(pinned)
+    wheels({path: data for path, data in PRISTINE.items() if path != last} | {first: b"other"})
+    assert check_main([RELEASE, "--wheels"], engine.root) == 1
+    assert capsys.readouterr().err == f"error: {name}: not as pinned: {first}, {last}\n"
+    assert check_main(["0.9.9", "--wheels"], engine.root) == 1
+    assert "error: download-failed: No wheel of vLLM 0.9.9 at " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_parts_of_a_file_on_a_server(tmp_path, ranges):
+    """Only what is read is sent; a server that cannot is said to."""
+    data, sent = os.urandom(1 << 16), []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+
+        def do_GET(self):
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = data[first : last + 1] if ranges else data
+            sent.append(len(part))
+            self.send_response(206 if ranges else 200)
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server, PyPIClient() as session:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        file = io.BufferedReader(fetch._Ranged(session, f"http://127.0.0.1:{server.server_port}/it"), 1 << 10)
+        file.seek(-100, 2)
+        if ranges:
+            assert file.read() == data[-100:] and file.read() == b"" and sum(sent) == 100
+            file.seek(5)
+            assert file.read(7) == data[5:12]
+        else:
+            with pytest.raises(OSError, match="does not send parts of files"):
+                file.read()
+        server.shutdown()
