@@ -21,8 +21,7 @@ BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
             "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
 RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of a bar
 # The series that a run of throughput.py measures.
-THROUGHPUT = {"drop_in": "drop-in", "fp8": "full-width", "bf16": "full-width", "fp8_experts": "fp8-experts",
-              "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
+THROUGHPUT = BACKENDS | {"drop_in": "drop-in", "fp8_experts": "fp8-experts"}
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H100": "hopper", "H200": "hopper"}
 DETAILS = "docs/releases.md"
@@ -46,7 +45,8 @@ def of_features(result: dict[str, Any]) -> Checks:
 
 
 def of_throughput(result: dict[str, Any]) -> Checks:
-    series = {THROUGHPUT[run.split("-")[0]] for run in result["runs"] if run.split("-")[0] in THROUGHPUT}
+    runs = {run.split("-")[0] for run in result["runs"]}  # further starts are `run-2` and so on
+    series = {THROUGHPUT[run] for run in runs & THROUGHPUT.keys()}
     if "small-kernels" in result["machine"]["overlay"]["series"]:  # every run has it
         series.add("small-kernels")
     for name in series:

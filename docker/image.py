@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import tomlkit
 from dsv4_overlay_tools.errors import Refusal
-from dsv4_overlay_tools.series import Stack, find_series, load_series, release_folders
+from dsv4_overlay_tools.series import DEFAULT, Stack, find_series, load_series, release_folders
 
 NAME = "vllm-dsv4-overlay"
 BASE = "docker.io/vllm/vllm-openai"
@@ -87,8 +87,7 @@ def arguments(
     root: Path, release: str, base: str = "", digest: str = "", blackwell: bool = False, series: Iterable[str] = ()
 ) -> dict[str, str]:
     """The Dockerfile's build arguments, less those of the commit. Raises Refusal."""
-    find_series(root, release, series)
-    image = pins(find_series(root, release), release)
+    image = pins(find_series(root, release, [*series, DEFAULT]), release)
     if blackwell and not image["flashinfer"]:
         raise Refusal("no-variant", f"The image of vLLM {release} has no variant for Blackwell; omit --blackwell.")
     name = base or f"{BASE}:v{release}"

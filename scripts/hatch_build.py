@@ -76,22 +76,15 @@ def platform(library: Path) -> str:
 
 
 def pins(root: Path, series_name: str) -> dict[str, dict[str, list[str]]]:
-    """By release of vLLM, for each of its files that the series changes or needs, the sha256 that it may have:
-    more than one where a wheel was built again."""
+    """`pinned_files` of the series, in order."""
     sys.path.insert(0, str(root / "scripts"))
     from dsv4_overlay_tools.errors import Refusal
-    from dsv4_overlay_tools.series import load_series, release_folders
+    from dsv4_overlay_tools.series import pinned_files
 
-    table = defaultdict(lambda: defaultdict(set))
-    for folder in release_folders(root, series_name):
-        try:
-            series = load_series(folder)
-        except Refusal as refusal:
-            stop(refusal.message)
-        for name in (*series.sdists, *series.rebuilt):
-            one = series.of(name)
-            for path, pin in (one.files | one.relied_on).items():
-                table[name.partition("-")[0]][path].add(pin)
+    try:
+        table = pinned_files(root, series_name)
+    except Refusal as refusal:
+        stop(refusal.message)
     in_order = sorted(
         table, key=lambda release: [int(number) for number in release.split(".")]
     )

@@ -31,6 +31,7 @@ from .series import (
     load_series,
     order,
     overlay_files,
+    pinned_files,
     release_folders,
     series_of,
     sha256,
@@ -486,17 +487,9 @@ def _overlay_problems(root: Path) -> list[str]:
     return problems + _kernel_problems(dict(files.values()))
 
 
-def check_wheels(root: Path, release: str) -> int:
-    """Whether the index's wheels of `release` hold the files that its series pin: prints what it finds, and
-    returns how many wheels do not. Raises Refusal."""
-    pinned: dict[str, set[str]] = {}
-    for folder in release_folders(root):
-        series = load_series(folder)
-        builds = [build for build in series.rebuilt if build.rpartition("-")[0] == release]
-        for name in [release] * (release in series.sdists) + builds:
-            one = series.of(name)
-            for path, pin in (one.files | one.relied_on).items():
-                pinned.setdefault(path, set()).add(pin)
+def check_wheels(release: str, pinned: dict[str, set[str]]) -> int:
+    """Whether the index's wheels of `release` hold the files that are pinned: prints what it finds, and returns
+    how many wheels do not. Raises Refusal."""
     wrong = 0
     for wheel, found in fetch.wheels(release, pinned):
         others = [path for path, pins in sorted(pinned.items()) if found.get(path) not in pins]
@@ -526,9 +519,11 @@ def check_main(argv: list[str], root: Path) -> int:
         parser.error("--pristine needs RELEASE")
     if args.wheels:
         try:
-            served = {release for folder in release_folders(root) for release in load_series(folder).sdists}
-            asked = [args.release] if args.release else sorted(served, key=Version)
-            return int(sum([check_wheels(root, release) for release in asked]) > 0)
+            pinned = pinned_files(root)
+            if args.release and args.release not in pinned:
+                series_of(root, args.release)  # refuses it
+            asked = [args.release] if args.release else sorted(pinned, key=Version)
+            return int(sum([check_wheels(release, pinned[release]) for release in asked]) > 0)
         except Refusal as refusal:
             print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
             return 1

@@ -407,6 +407,19 @@ def release_folders(root: Path, name: str = "*", release: str = "*") -> list[Pat
     return sorted(path.parent for path in (root / "patches").glob(f"{name}/{release}/release.toml"))
 
 
+def pinned_files(root: Path, name: str = "*") -> dict[str, dict[str, set[str]]]:
+    """By release, for each file of vLLM that all series, or those with this name, change or need: the sha256 that
+    it may have, more than one where a wheel was built again. Raises Refusal."""
+    table: dict[str, dict[str, set[str]]] = {}
+    for series in map(load_series, release_folders(root, name)):
+        for build in (*series.sdists, *series.rebuilt):
+            one = series.of(build)
+            of_release = table.setdefault(build.partition("-")[0], {})
+            for path, pin in (one.files | one.relied_on).items():
+                of_release.setdefault(path, set()).add(pin)
+    return table
+
+
 def series_of(root: Path, release: str) -> list[Series]:
     """All series for vLLM `release`, each as it applies to it. Raises Refusal(wrong-release) if there is none."""
     every = [load_series(folder) for folder in release_folders(root)]

@@ -147,15 +147,16 @@ def leave_to_patches(package: Path, ours: str) -> None:
     )
 
 
-def known(series: str) -> dict[str, dict[str, list[str]]]:
-    """By release, the files that the seams of `series` are in or rely on: sha256."""
-    return json.loads(Path(__file__).with_name("pins.json").read_text())[series]
+@functools.cache
+def known() -> dict[str, dict[str, dict[str, list[str]]]]:
+    """By series and release, the files that its seams are in or rely on: sha256."""
+    return json.loads(Path(__file__).with_name("pins.json").read_text())
 
 
 def check_files(root: Path, release: str, series: str) -> None:
     """Raise `Unfit` unless the files of `root`/vllm that `series` needs are those of a
     release that it has."""
-    releases = known(series)
+    releases = known()[series]
     if release not in releases:
         raise Unfit(
             f"this is vLLM {release}, and it knows {', '.join(releases)}; install a "
@@ -173,7 +174,7 @@ def check_files(root: Path, release: str, series: str) -> None:
 
 def seam_of_mtp(root: Path, release: str, ours: str) -> dict:
     """Where vLLM has not mended it. A file of another's mending is left as it is."""
-    if release in known("mtp-padding"):
+    if release in known()["mtp-padding"]:
         try:
             check_files(root, release, "mtp-padding")
             return {"vllm.v1.attention.backends.mla.indexer": (clamp_lengths,)}
