@@ -250,7 +250,6 @@ def test_calls_that_flashmla_has_are_not_counted():
 @pytest.mark.parametrize(
     "backend, config, step, words",
     [
-        ("bf16", {"dspark_block_size": 5}, "dspark", "dspark: is for --backend flashmla and stock"),
         ("stock", {"num_nextn_predict_layers": 1}, "dspark", "needs a checkpoint with drafts of dspark"),
         ("stock", {"num_nextn_predict_layers": 1, "dspark_block_size": 5}, "mtp1", "with drafts of mtp"),
         ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),

@@ -163,7 +163,7 @@ def mtp2(run: Run) -> None:
     speculation(run, 2, method="mtp")
 
 
-@step(drafts="dspark", backends=["flashmla", "stock"])
+@step(drafts="dspark")
 def dspark(run: Run) -> None:
     """Speculation with the blocks of DSpark's draft, on full graphs."""
     speculation(run, model_settings(Path(run.job["model"]))["dspark_block_size"], method="dspark")

@@ -193,6 +193,31 @@ def test_slots_over_packed_blocks(cache_dtype, width, prefill, workspace, monkey
     batch.check(out)
 
 
+@pytest.mark.skipif(not NEWER, reason="0.22.1 builds the metadata of every draft")
+@pytest.mark.parametrize(
+    "prefill, gpus, supported", [("in_place", 1, True), ("in_place", 2, False), ("workspace", 1, False)]
+)
+def test_drafts_in_a_graph(prefill, gpus, supported, monkeypatch):
+    def init(self, spec, layers, config, device):
+        self.vllm_config, self.dcp_world_size = config, gpus
+
+    theirs = sparse_mla_backend.SparseMLACommonMetadataBuilder
+    monkeypatch.setattr(theirs, "__init__", init)
+    monkeypatch.setattr(theirs, "_init_reorder_batch_threshold", lambda *args, **kwargs: None)
+    config = settings(prefill)
+    config.parallel_config.cp_kv_cache_interleave_size = 1
+    builder = sparse_mla_backend.SparseMLAMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    assert builder.supports_draft_decode_metadata_update is supported
+    # Captured while each of three requests had two tokens; replayed with one each, whose owners are found anew.
+    metadata = SimpleNamespace(
+        query_start_loc=torch.arange(4, dtype=torch.int32),
+        req_id_per_token=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32),
+        num_decode_tokens=3,
+    )
+    builder.update_draft_decode_metadata(metadata)
+    assert metadata.req_id_per_token.tolist() == [0, 1, 2, 1, 2, 2]
+
+
 class Share(Batch):
     """What one of `gpus` GPUs has of the batch's cache: after every `interleave` tokens the next GPU is at it."""
 

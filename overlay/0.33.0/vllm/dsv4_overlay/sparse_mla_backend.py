@@ -35,6 +35,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
     flat_kv_row_view,
     triton_convert_req_index_to_global_index,
 )
+from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 
@@ -85,6 +86,16 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
             # The picks alone say what a token sees.
             supports_dcp_with_varlen=interleave == 1,
         )
+        # Drafts in a CUDA graph of all their steps.
+        self.supports_draft_decode_metadata_update = (
+            not workspace_rows(vllm_config) and self.dcp_world_size == 1
+        )
+
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
+        # The rest are the runner's buffers, and picks become slots in every forward.
+        if tokens := metadata.num_decode_tokens:
+            owners, starts = metadata.req_id_per_token, metadata.query_start_loc
+            compute_token_to_req_indices(starts, owners, tokens, tokens)
 
     def build(
         self,
