@@ -23,7 +23,8 @@ Runs:
                               eager runs whatever the attention backend
     fp8_calibrated, fp8_calibrated_graph    fp8 and fp8_graph with scales that the calibration command
                               measures first, on other prompts (not in the default list)
-    fp8_experts               drop_in with all experts in FP8, by the series of that name; of a checkpoint with
+    marlin, humming, humming_fp8, fp8_experts    drop_in with experts by Marlin, by Humming, by it with FP8
+                              activations, and all in FP8, by the series of that name; of a checkpoint with
                               MXFP4 experts (--layout mxfp4-experts; not in the default list)
 
 Runs of DeepSeek V3.2 and GLM-5 (make_mini_checkpoint.py --model v3.2), all eager, with the drop-in off:
@@ -119,11 +120,21 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16_compiled": {"backend": BACKEND, "kv": "bfloat16", "compilation": {}},
     "fp8_compiled": {"backend": BACKEND, "kv": "fp8_per_tensor", "compilation": {}},
     "flashmla_compiled": {"backend": None, "kv": "fp8", "env": STOCK_KERNELS, "compilation": {}},
-    "fp8_experts": {
-        "backend": None, "kv": "fp8", "env": DROP_IN,
-        "options": {"moe_backend": "marlin", "additional_config": {"dsv4_fp8_experts": 1}},
-    },
 }
+
+
+def experts_run(by: str, env: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+    return RUNS["drop_in"] | {"env": DROP_IN | (env or {}), "options": {"moe_backend": by, **options}}
+
+
+EXPERTS = {
+    "marlin": experts_run("marlin"),
+    "humming": experts_run("humming"),
+    "humming_fp8": experts_run("humming", {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}),
+    "fp8_experts": experts_run("marlin", additional_config={"dsv4_fp8_experts": 1}),
+}
+DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r]
+RUNS |= EXPERTS
 
 
 def sparse_mla_run(name: str, served_by: str) -> dict[str, Any]:
@@ -154,7 +165,6 @@ for sm in CAPABILITIES:
 STAND_IN_BASE = {
     (f"truth_{sm}", f"{sm}_{cache}"): f"flashmla_{cache}" for sm in CAPABILITIES for cache in SPARSE_MLA_CACHES
 }
-DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r and r != "fp8_experts"]
 # (reference, run): what is compared.
 PAIRS = [
     ("truth", "flashmla"),
@@ -171,8 +181,8 @@ PAIRS = [
     ("flashmla", "flashmla_compiled"),
     ("bf16", "bf16_compiled"),
     ("fp8", "fp8_compiled"),
-    ("truth", "fp8_experts"),
-    ("drop_in", "fp8_experts"),
+    *(("truth", name) for name in EXPERTS),
+    *(("marlin", name) for name in EXPERTS if name != "marlin"),
 ]
 SPARSE_MLA_PAIRS = [
     *(("truth", name) for name in SPARSE_MLA_DEFAULT_RUNS if name != "truth"),
@@ -504,7 +514,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON")
     parser.add_argument("--work", type=Path, help="arrays and logs (default: OUT without suffix)")
-    parser.add_argument("--runs", help="comma-separated (default: all but fp8_calibrated* and fp8_experts)")
+    parser.add_argument("--runs", help="comma-separated (default: those that need no more than the model)")
     parser.add_argument(
         "--lengths", type=positives, default=PROMPT_LENGTHS, help="prompt lengths in tokens"
     )
