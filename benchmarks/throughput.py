@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokens a second of a whole DeepSeek V4 or V3.2 model, by attention backend, with vLLM's offline `LLM`.
+"""Tokens a second of a whole DeepSeek V4, V3.2 or GLM-5 model, by attention backend, with vLLM's offline `LLM`.
 
     python benchmarks/throughput.py --model /tmp/mini-v4 --out mini.json         # a checkpoint
     python benchmarks/throughput.py --model flash --tp 4 --out flash.json        # V4-Flash's shape, dummy weights
@@ -34,11 +34,11 @@ near-zero weights would send every token to the same six experts: here all layer
 With --layout its weights are as a quantised checkpoint has them (make_mini_checkpoint.py names the layouts), and
 without it as DeepSeek's has: two such results, with the memory of weights that vLLM reports, say whether it pays.
 
-`v3.2` has V3.2's sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is what one of N
-tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the vocabulary, and
-nothing sent between GPUs. Of V3.2, 8 leaves 16 heads, and 16 leaves 8. With too few layers a decode step waits for
-the CPU, and attention does not show. Its embeddings are seeded, so tokens spread over the experts even by routers
-of near-zero weights.
+`v3.2` and `glm-5` have these models' sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is
+what one of N tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the
+vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 leaves 8; of GLM-5, 8 leaves 8. With
+too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded, so tokens spread
+over the experts even by routers of near-zero weights.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
@@ -84,6 +84,8 @@ from e2e import (
 )
 from gpu_watch import Watch, processes
 
+# The models made here, and into how many GPUs' shares they can be divided.
+MADE = {"flash": 8, "v3.2": 16, "glm-5": 8}
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 STOCK = {"attention_backend": "FLASHMLA_SPARSE_DSV4", "kv_cache_dtype": "fp8"}
@@ -138,23 +140,27 @@ def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]
     return model_config(shape, LAYOUTS[layout]()) if layout else model_config(shape) | {"expert_dtype": "fp4"}
 
 
-def v32_config(layers: int, share_of: int = 1) -> dict[str, Any]:
-    """config.json of V3.2's shape with fewer layers; or of what one of `share_of` GPUs has."""
+def sparse_mla_config(model: str, layers: int, share_of: int = 1) -> dict[str, Any]:
+    """config.json of V3.2's or GLM-5's shape with fewer layers; or of what one of `share_of` GPUs has."""
     sys.path.insert(0, str(SCRIPTS))
-    from mini_checkpoint.deepseek_v32 import Shape, model_config
+    from mini_checkpoint import deepseek_v32, glm_5
 
-    shape = Shape(
-        hidden=7168,
+    v32 = model == "v3.2"
+    module, hidden, intermediate, vocab = (
+        (deepseek_v32, 7168, 18432, 129280) if v32 else (glm_5, 6144, 12288, 154880)
+    )
+    shape = module.Shape(
+        hidden=hidden,
         layers=layers,
         dense_layers=3,
-        heads=128 // share_of,
-        intermediate=18432 // share_of,
+        heads=module.Shape.heads // share_of,
+        intermediate=intermediate // share_of,
         experts=256,
         moe_intermediate=2048 // share_of,
-        vocab=129280 // share_of,
+        vocab=vocab // share_of,
         fp8_o_proj=True,
     )
-    return model_config(shape) | {"n_group": 8, "topk_group": 4}
+    return module.model_config(shape) | ({"n_group": 8, "topk_group": 4} if v32 else {})
 
 
 def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -328,11 +334,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="a checkpoint's folder, or: flash, v3.2")
-    parser.add_argument("--layers", type=int, default=32, help="of v3.2, 61 in the model (default: %(default)s)")
-    parser.add_argument(
-        "--share-of", type=int, choices=[1, 2, 4, 8, 16], default=1, help="GPUs, of flash up to 8 and of v3.2"
-    )
+    parser.add_argument("--model", required=True, help=f"a checkpoint's folder, or: {', '.join(MADE)}")
+    parser.add_argument("--layers", type=int, default=32, help="of v3.2 and glm-5 (default: %(default)s)")
+    parser.add_argument("--share-of", type=int, choices=[1, 2, 4, 8, 16], default=1, help="GPUs, 16 of v3.2 alone")
     parser.add_argument("--layout", help="of flash, as make_mini_checkpoint.py names it")
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
@@ -349,8 +353,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.work = args.work or args.out.with_suffix("")
     if args.layers < 4:
         parser.error(f"--layers is {args.layers}; give 4 or more: 3 are dense.")
-    if args.share_of > {"v3.2": 16, "flash": 8}.get(args.model, 1):
-        parser.error("--share-of is of --model v3.2, and up to 8 of flash.")
+    if args.share_of > MADE.get(args.model, 1):
+        parser.error("--share-of is of --model v3.2, and up to 8 of flash and glm-5.")
     sys.path.insert(0, str(SCRIPTS))
     from make_mini_checkpoint import LAYOUTS
 
@@ -360,11 +364,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.made = None  # a config.json to be written
     if args.model == "flash":
         args.made = flash_config(args.share_of, args.layout)
-    elif args.model == "v3.2":
-        args.made = v32_config(args.layers, args.share_of)
+    elif args.model in MADE:
+        args.made = sparse_mla_config(args.model, args.layers, args.share_of)
     args.model = (args.work / args.model if args.made else Path(args.model)).resolve()
     if not args.made and not (args.model / "config.json").is_file():
-        parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: flash, v3.2")
+        parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: {', '.join(MADE)}")
     args.config = args.made or model_settings(args.model)
     there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS | ON_REQUEST)
     runs = [r for r in args.runs.split(",") if r] if args.runs else [r for r in there if r not in ON_REQUEST]

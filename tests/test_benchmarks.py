@@ -464,7 +464,7 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
     for wrong, sentence in (
         (["--layout", "fp3"], "--layout fp3: --model flash has nvfp4-experts, ct-nvfp4, ct-fp8-tensor, "),
         (["--model", "v3.2", "--layout", "nvfp4"], "--layout nvfp4: --model flash has "),
-        (["--share-of", "16"], "--share-of is of --model v3.2, and up to 8 of flash."),
+        (["--share-of", "16"], "--share-of is of --model v3.2, and up to 8 of flash and glm-5."),
     ):
         with pytest.raises(SystemExit):
             throughput.parse_args([*asked, *wrong])
@@ -489,6 +489,8 @@ def test_throughput_of_v32(tmp_path, capsys):
     assert {name: found["prefill"]["ratio"] for name, found in ratios.items()} == {
         "sparse_bf16": 1.3, "sparse_fp8": 1.05
     }  # fmt: skip
+    glm = throughput.parse_args([*asked, "--model", "glm-5", "--share-of", "8"]).made
+    assert [glm[name] for name in sizes] == [32, 6144, 8, 256, 19360] and glm["v_head_dim"] == 256
     for wrong, words in (["--layers", "3"], "3 are dense"), (["--runs", "bf16"], "unknown runs"):
         with pytest.raises(SystemExit):
             throughput.parse_args([*asked, *wrong])

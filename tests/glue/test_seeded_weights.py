@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sparse_mla_series import tree_with_series  # noqa: F401
 from vllm.model_executor.model_loader import weight_utils
 
@@ -28,9 +29,10 @@ def test_index_scores_of_dummy_weights(applied):
             "wq_b.weight"} <= indexer  # fmt: skip
 
 
-def test_index_scores_of_v32(tree_with_series):  # noqa: F811
+@pytest.mark.parametrize("model", ["v3.2", "glm-5"])
+def test_index_scores_of_sparse_mla(model, tree_with_series):  # noqa: F811
     env = os.environ | {"PYTHONPATH": str(tree_with_series), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, HERE / "dummy_dsa_model.py", "v3.2", "auto"]
+    command = [sys.executable, HERE / "dummy_dsa_model.py", model, "auto"]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
