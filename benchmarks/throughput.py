@@ -37,7 +37,7 @@ without it as DeepSeek's has: two such results, with the memory of weights that 
 `v3.2` and `glm-5` have these models' sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is
 what one of N tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the
 vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 leaves 8; of GLM-5, 8 leaves 8. With
-too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded, so tokens spread
+too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded: tokens spread
 over the experts even by routers of near-zero weights.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
