@@ -30,7 +30,7 @@ SPECIAL_TOKENS = {
     **{FIRST_ID + i: f"<|place_holder_mm_span_{431 + i:04}|>" for i in range(5)},
 }
 OWN_SHARE = math.sqrt(1 - CLUSTER_SHARE**2)  # of an embedding's norm
-GELU_RMS = 0.65  # of a unit-RMS input
+GELU_MEAN, GELU_STD = 0.28, 0.59  # of unit-RMS inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +104,16 @@ class Recipe(deepseek_v4.Recipe):
         yield Entry("vision.norm.weight", "bf16", lambda n: self.norm_weight(n, dim))
 
     def aligner(self) -> Iterator[Entry]:
-        s, gain = self.s, OWN_SHARE / GELU_RMS
+        s = self.s
         yield from self.projection("aligner.w1", s.hidden, s.vision_dim * s.merged**2)
-        yield Entry("aligner.w2.weight", "bf16", lambda n: self.embedded(self.linear(n, s.hidden, s.hidden, gain)))
-        yield Entry("aligner.w2.bias", "bf16", lambda n: self.cluster())
+        yield Entry("aligner.w2.weight", "bf16", lambda n: self.to_embeddings())
+        yield Entry("aligner.w2.bias", "bf16", lambda n: self.cluster() - GELU_MEAN * self.to_embeddings().sum(1))
         for part in ("start", "end", "newline", "pad"):
             yield Entry(f"image_{part}", "f32", self.image_vector)
+
+    def to_embeddings(self) -> torch.Tensor:
+        h = self.s.hidden
+        return self.embedded(self.linear("aligner.w2.weight", h, h, OWN_SHARE / GELU_STD))
 
     def image_vector(self, name: str) -> torch.Tensor:
         return self.embedded(self.normal(name, self.s.hidden, std=OWN_SHARE)) + self.cluster()

@@ -1,11 +1,13 @@
 """Runs in a process of its own: vLLM's DeepSeek V4 that takes images, on an H200, and its draft, load a mini
-checkpoint, and prompts with pictures become what the first layer sees.
+checkpoint, and the prompts of the step `images` of features_e2e.py become what the first layer sees.
 
-The argument is what the server takes: `images`, or `text` alone. Prints which parameters were not loaded (the
-loader itself stops at a tensor without a place), which of what only such checkpoints have hold other values than
-were drawn, and for `images` what became of the prompts. Kernels of the layers are left out.
+The argument is what the engine takes: `images`, as in that step, or `text` alone, as in the others. Prints which
+parameters were not loaded (the loader itself stops at a tensor without a place), which of what only such
+checkpoints have hold other values than were drawn, and what became of the prompts. Kernels of the layers are left
+out.
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -13,13 +15,14 @@ import tempfile
 from pathlib import Path
 
 import hopper
-import numpy as np
 import torch
-from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 import make_mini_checkpoint as mini  # noqa: E402
 import mini_model  # noqa: E402
+from features import one_gpu  # noqa: E402
+from features.run import Run, engine_arguments  # noqa: E402
 from mini_checkpoint import images  # noqa: E402
 from mini_checkpoint.layouts import FP8  # noqa: E402
 from mini_checkpoint.recipe import CONTEXT_SCALE  # noqa: E402
@@ -35,8 +38,6 @@ from vllm.v1.attention.ops import vit_attn_wrappers  # noqa: E402
 
 SHAPE = images.Shape(hidden=512, heads=8, o_groups=1, q_lora=256, o_lora=128, index_heads=8, index_topk=64,
                      moe_intermediate=128, experts=8)  # fmt: skip
-IMAGE = images.FIRST_ID - 1
-SIZES = [(640, 480), (100, 300), (1400, 300)]
 
 
 def experts(*args, **kwargs):
@@ -53,14 +54,25 @@ class Gated(torch.nn.Module):
         return torch.nn.functional.silu(gate) * up
 
 
-def build(folder, **settings):
+def settings_of_the_step():
+    asked = []
+
+    def start(run, **changes):
+        asked.append(changes)
+        raise StopIteration
+
+    Run.start = start
+    with contextlib.suppress(StopIteration):
+        one_gpu.images(Run({"vocab": SHAPE.vocab}))
+    return asked[0]
+
+
+def build(folder, settings):
     info = hopper.models._ModelInfo.from_model_cls(deepseek_v4.DeepseekV4ForConditionalGeneration)
     hopper.models._LazyRegisteredModel.inspect_model_cls = lambda model: info
-    config = hopper.EngineArgs(
-        model=str(folder), max_model_len=4096, max_num_batched_tokens=2048, enforce_eager=True, block_size=256,
-        kv_cache_dtype="fp8", mm_encoder_attn_backend="TORCH_SDPA", hf_overrides={"quantization_config": None},
-        **settings,
-    ).create_engine_config()  # fmt: skip
+    arguments = engine_arguments({"model": str(folder), "backend": "stock"}, **settings)
+    here = {"mm_encoder_attn_backend": "TORCH_SDPA", "hf_overrides": {"quantization_config": None}}
+    config = hopper.EngineArgs(**arguments, **here).create_engine_config()
     # Its own check imports every method's kernels.
     quantisation = json.loads((folder / "config.json").read_text())["quantization_config"]
     config.quant_config = deepseek_v4.DeepseekV4FP8Config.from_config(quantisation)
@@ -89,17 +101,6 @@ def differ(model, recipe):
     return found
 
 
-def picture(size, seed):
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (*reversed(size), 3), dtype=np.uint8))
-
-
-def rendered(renderer, prompt, sizes, seed):
-    """A prompt as the engine gets it."""
-    pictures = [picture(size, seed + i) for i, size in enumerate(sizes)]
-    return renderer.render_cmpl([prompt | {"multi_modal_data": {"image": pictures}}])[0]
-
-
 def embedded(model, prompt):
     """What the first layer gets for its tokens."""
     kwargs = [("image", item) for item in prompt["mm_kwargs"]["image"]]
@@ -121,27 +122,30 @@ def halves(x):
 
 
 def described(model, renderer):
-    """What became of two prompts, and how their pictures show in what the layers get."""
-    text = [list(range(16, 16 + length)) for length in (7, 30, 5)]
-    parts = [*text[0], IMAGE, *text[1], IMAGE, *text[2]]
-    one = rendered(renderer, {"prompt": f"See {images.SPECIAL_TOKENS[IMAGE]} here"}, SIZES[:1], 0)
-    two = rendered(renderer, {"prompt_token_ids": parts}, SIZES[1:], 1)
-    other = rendered(renderer, {"prompt_token_ids": parts}, SIZES[1:], 5)
-    assert other["prompt_token_ids"] == two["prompt_token_ids"]
-    x, place = embedded(model, two)
-    y, _ = embedded(model, other)
-    tokens = torch.tensor(two["prompt_token_ids"])
-    marks = (tokens >= images.FIRST_ID) & (tokens < images.FIRST_ID + 5) & ~place
-    return {
-        "images": [[[found.offset, found.length] for found in p["mm_placeholders"]["image"]] for p in (one, two)],
-        "kinds": [sorted({token - images.FIRST_ID for token in p["prompt_token_ids"]} & set(range(5)))
-                  for p in (one, two)],
-        "starts": (tokens == images.FIRST_ID).nonzero().flatten().tolist(),
-        "features": halves(x[place]),
-        "marks": halves(x[marks]),
-        "same": torch.equal(x[~place], y[~place]),
-        "alike": torch.cosine_similarity(x[place], y[place]).mean().item(),
-    }  # fmt: skip
+    """What became of the prompts, and how their pictures show in what the layers get."""
+    place = renderer.get_tokenizer().convert_tokens_to_ids("<｜deepseek_image｜>")
+    found = []
+    for number in range(len(one_gpu.PICTURES)):
+        asked = [one_gpu.with_pictures(number, place, noise) for noise in (0, 1)]
+        prompt, other = renderer.render_cmpl(asked)
+        assert prompt["prompt_token_ids"] == other["prompt_token_ids"]
+        (x, of_pictures), (y, _) = (embedded(model, p) for p in (prompt, other))
+        tokens = torch.tensor(prompt["prompt_token_ids"])
+        kinds = tokens - images.FIRST_ID
+        marks = (kinds >= 0) & (kinds < 5) & ~of_pictures
+        found.append({
+            "pictures": [[at.offset, at.length] for at in prompt["mm_placeholders"]["image"]],
+            "kinds": sorted(set(kinds[kinds >= 0].tolist())),
+            "starts": (kinds == 0).nonzero().flatten().tolist(),
+            "features": halves(x[of_pictures]),
+            "marks": halves(x[marks]),
+            "text is the same": torch.equal(x[~of_pictures], y[~of_pictures]),
+            "alike": torch.cosine_similarity(x[of_pictures], y[of_pictures]).mean().item(),
+        })  # fmt: skip
+    written = {"prompt": f"See {images.SPECIAL_TOKENS[place]}.", "multi_modal_data": asked[0]["multi_modal_data"]}
+    written["multi_modal_data"] = {"image": written["multi_modal_data"]["image"][:1]}
+    (prompt,) = renderer.render_cmpl([written])
+    return {"prompts": found, "written": len(prompt["mm_placeholders"]["image"])}
 
 
 @torch.no_grad()
@@ -149,8 +153,7 @@ def main():
     folder = Path(tempfile.mkdtemp())
     recipe = images.Recipe(SHAPE, 0)
     mini.write_checkpoint(folder, recipe, log=lambda _: None)
-    limits = {"language_model_only": True, "skip_tokenizer_init": True}
-    model, config = build(folder, **limits if sys.argv[1] == "text" else {"limit_mm_per_prompt": {"image": 2}})
+    model, config = build(folder, {} if sys.argv[1] == "text" else settings_of_the_step())
     found = {"missing": mini_model.left_out(model, config, SHAPE.heads), "differ": differ(model, recipe)}
     layers = model.language_model.model.layers
     found["architecture"] = config.model_config.architecture
