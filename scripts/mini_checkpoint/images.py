@@ -22,14 +22,16 @@ import torch
 
 from . import deepseek_v4
 from .layouts import Fp8Blocks
-from .recipe import CLUSTER_SHARE, CONTEXT_SCALE, Entry
+from .recipe import CONTEXT_SCALE, Entry
 
 FIRST_ID = 129257  # of the five kinds of tokens that vLLM puts in the placeholder's stead
 SPECIAL_TOKENS = {
     FIRST_ID - 1: "<｜deepseek_image｜>",  # the placeholder
     **{FIRST_ID + i: f"<|place_holder_mm_span_{431 + i:04}|>" for i in range(5)},
 }
-OWN_SHARE = math.sqrt(1 - CLUSTER_SHARE**2)  # of an embedding's norm
+# Of an embedding's norm. Less than in text: pictures have it in common, and attention over many tokens adds it up.
+CLUSTER_SHARE = 0.3
+OWN_SHARE = math.sqrt(1 - CLUSTER_SHARE**2)
 GELU_MEAN, GELU_STD = 0.28, 0.59  # of unit-RMS inputs
 
 
