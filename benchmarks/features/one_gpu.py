@@ -341,11 +341,20 @@ def with_pictures(number: int, place: int, noise: int) -> dict[str, Any]:
 @step(backends=["flashmla", "stock"], images=True)
 def images(run: Run) -> None:
     """Prompts with pictures, whose tokens see those behind them too, beside text; other pictures must matter."""
+
+    def prefills_served() -> int:
+        # Of batches with pictures alone, if a GPU has 32 heads or fewer; with more, FlashMLA has long prefills.
+        return sum(calls.get("flash_mla_sparse_fwd", 0) for calls in run.llm.collective_rpc("drop_in_calls"))
+
     run.start(language_model_only=False, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 2})
     place = run.llm.get_tokenizer().convert_tokens_to_ids("<｜deepseek_image｜>")
     asked, others = ([with_pictures(i, place, noise) for i in range(len(PICTURES))] for noise in (0, 1))
     texts = make_prompts([300, 1000], place, seed=9)  # first, so that they decode while the last pictures come
+    before = prefills_served()
     together = run.generate([*texts, *asked], prompt_logprobs=True)
+    if run.job["backend"] == "stock":
+        served = prefills_served() - before
+        run.check("our kernels served the prefills of pictures", served, served)
     run.save(prompt_tokens=[len(s["prompt_ids"]) + 1 for s in together])
     control = difference([s | {"prompt_ids": []} for s in together[len(texts) :]], run.generate(others))
     run.save(control=control)
