@@ -23,6 +23,11 @@ DeepSeek V3.2 and GLM-5, with MLA_KERNELS_SPARSE over a BF16 cache or, as sparse
 With sm80_bf16, sm80_fp8, sm89_bf16 and sm89_fp8 the GPU stands in for one of compute capability 8.0 or 8.9: vLLM
 and our kernels choose as they do there, the backend too. These are measured against their own plain run.
 
+Images, which only `images` serves; vLLM takes them from 0.30.0 on. With more heads FlashMLA has their prefills:
+
+    python scripts/make_mini_checkpoint.py /tmp/mini-images --images --heads 32
+    python benchmarks/features_e2e.py --model /tmp/mini-images --out images.json --backend stock --steps images
+
 DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla and stock, and is served without
 images. The numbers of cached tokens in `prefix`, `offload`, `offload_simple` and `disaggregated` are V4's.
 

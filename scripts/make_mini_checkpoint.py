@@ -3,6 +3,7 @@
 
     python scripts/make_mini_checkpoint.py OUT_DIR [--seed 0]
     vllm serve OUT_DIR --block-size 256 --kv-cache-dtype fp8
+    python scripts/make_mini_checkpoint.py OUT_DIR --images     # vLLM 0.30.0 or newer
     python scripts/make_mini_checkpoint.py OUT_DIR --model v4.1
     vllm serve OUT_DIR --kv-cache-dtype fp8 --language-model-only
     python scripts/make_mini_checkpoint.py OUT_DIR --model v3.2
@@ -11,9 +12,9 @@
 Attention has the dimensions of the public model (V4: V4-Flash), heads and index top-k included.
 Few layers cover its kinds (V4: sliding window, one row in 4, one row in 128), with one next-token
 (MTP) layer (V4.1 has none), 16 routed experts, a vocabulary of 8192 and FP8 weights in 128x128 blocks
-(V4.1: 32x32, experts MXFP4). Names, shapes and dtypes are those of the public FP8 checkpoints, so stock
-vLLM loads it with its default loader. What its weights are like, and why: mini_checkpoint/recipe.py and
-a file for each model.
+(V4.1: 32x32, experts MXFP4). With --images V4 has a small vision tower, and the public vocabulary.
+Names, shapes and dtypes are those of the public FP8 checkpoints, so stock vLLM loads it with its default
+loader. What its weights are like, and why: mini_checkpoint/recipe.py and a file for each model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mini_checkpoint import deepseek_v4, deepseek_v32, deepseek_v41, glm_5
+from mini_checkpoint import deepseek_v4, deepseek_v32, deepseek_v41, glm_5, images
 from mini_checkpoint.deepseek_v4 import Recipe, Shape, model_config
 from mini_checkpoint.layouts import Fp8Blocks
 from mini_checkpoint.quantised import LAYOUTS, Dequantised, Mxfp4Experts
@@ -37,6 +38,11 @@ MODELS = {"v4": deepseek_v4, "v4.1": deepseek_v41, "v3.2": deepseek_v32, "glm-5"
 
 def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     """Raises ValueError if the options do not fit the model."""
+    model = MODELS[args.model]
+    if args.images:
+        if args.model != "v4":
+            raise ValueError("--images is of --model v4")
+        model = images
     layout = Fp8Blocks() if args.layout == "fp8" and args.model == "v4.1" else None
     if args.layout not in (None, "fp8"):
         if args.model != "v4":
@@ -46,7 +52,7 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
         if args.layout not in LAYOUTS:
             raise ValueError(f"--dequantised needs a --layout out of {', '.join(LAYOUTS)}")
         layout = Dequantised(layout)
-    heads = args.heads if args.heads is not None else MODELS[args.model].Shape.heads
+    heads = args.heads if args.heads is not None else model.Shape.heads
     if heads < 8 or heads % 8:
         raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
     sizes = {"heads": heads, "moe_intermediate": args.moe_intermediate_size}
@@ -57,14 +63,13 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
     if args.model in ("v4", "v4.1"):
         sizes |= {"o_groups": heads // 8, "fp8_wo_b": args.fp8_wo_b}
         if args.dspark:  # two stages, which see the window only
-            shape = MODELS[args.model].Shape
-            ratios = (*shape.compress_ratios[: shape.layers], 0, 0)
+            ratios = (*model.Shape.compress_ratios[: model.Shape.layers], 0, 0)
             sizes |= {"dspark": True, "mtp_layers": 2, "compress_ratios": ratios}
     elif args.dspark:
         raise ValueError("--dspark is of --model v4 and v4.1")
     else:
         sizes |= {"fp8_o_proj": args.fp8_wo_b}
-    return MODELS[args.model].Recipe(MODELS[args.model].Shape(**sizes), args.seed, layout)
+    return model.Recipe(model.Shape(**sizes), args.seed, layout)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,6 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
     parser.add_argument("--dspark", action="store_true", help="DSpark's draft, in V4 in place of its MTP layer")
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="V4 with a vision tower and the public vocabulary of 129280, 2 GB more: mini_checkpoint/images.py",
+    )
     parser.add_argument(
         "--layout",
         choices=["fp8", "mxfp4-experts", *LAYOUTS],

@@ -231,6 +231,51 @@ def test_a_step_says_who_served(backend, calls, passed, tmp_path):
     assert check["passed"] is passed
 
 
+@pytest.mark.parametrize(
+    "seen, off, served, failed",
+    [
+        (True, 0, 1, []),
+        (False, 0, 1, ["control: mean KL >= 0.1"]),
+        (True, 0.5, 1, ["output, decode: mean KL <= 0.001"]),
+        (True, 0, 0, ["our kernels served the prefills of pictures"]),
+    ],
+)
+def test_pictures_with_the_drop_in_against_flashmla(tmp_path, monkeypatch, seen, off, served, failed):
+    """It fails if pictures do not show, if the drop-in's output is another, or if FlashMLA had the prefills."""
+    pytest.importorskip("PIL")
+    calls = {"flash_mla_sparse_fwd": 0}
+
+    def generate(run, prompts, steps=1, **options):
+        if run.job["backend"] == "stock":
+            calls["flash_mla_sparse_fwd"] += served
+        found = []
+        for prompt in prompts:
+            key = 0
+            if isinstance(prompt, dict) and seen:
+                key = sum(np.asarray(p, dtype=np.int64).sum() for p in prompt["multi_modal_data"]["image"])
+            x = np.random.default_rng(key).standard_normal((4, 500)) * 3
+            x[:, 1] = 10  # the same token in each
+            if run.job["backend"] == "stock":
+                x += off * np.random.default_rng(key + 1).standard_normal(x.shape)
+            found.append(generated([1, 1, 1, 1], log_softmax(x)))
+        return found
+
+    def start(run, **changes):
+        run.llm = SimpleNamespace(
+            get_tokenizer=lambda: SimpleNamespace(convert_tokens_to_ids=lambda name: 400),
+            collective_rpc=lambda method: [dict(calls)],
+        )
+
+    for name, function in (("start", start), ("generate", generate), ("blocks_in_use", lambda run: 0)):
+        monkeypatch.setattr(Run, name, function)
+    job = {"vocab": 500, "noise": None, "own": {}, "reference": str(tmp_path / "flashmla.reference.npz")}
+    for backend in ("flashmla", "stock"):
+        file = tmp_path / f"{backend}.json"
+        one_gpu.images(Run(job | {"backend": backend, "out": str(file)}))
+        found = json.loads(file.read_text())["checks"]
+    assert [name for name, check in found.items() if not check["passed"]] == failed
+
+
 def test_calls_that_flashmla_has_are_not_counted():
     from features import drop_in_calls
 
@@ -252,6 +297,8 @@ def test_calls_that_flashmla_has_are_not_counted():
     [
         ("stock", {"num_nextn_predict_layers": 1}, "dspark", "needs a checkpoint with drafts of dspark"),
         ("stock", {"num_nextn_predict_layers": 1, "dspark_block_size": 5}, "mtp1", "with drafts of mtp"),
+        ("stock", {}, "images", "images: needs a checkpoint with images"),
+        ("fp8", {"vision_n_layers": 2}, "images", "images: is for --backend flashmla and stock"),
         ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),
         ("fp8", {}, "disaggregated", "needs the package nixl"),
         ("sparse_fp8", {"model_type": "glm_moe_dsa"}, "dspark", "needs a checkpoint with drafts of dspark"),

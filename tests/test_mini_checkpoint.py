@@ -30,7 +30,9 @@ import accuracy_e2e  # noqa: E402
 import e2e  # noqa: E402
 import make_mini_checkpoint as mini  # noqa: E402
 import quantised_e2e  # noqa: E402
-from mini_checkpoint import deepseek_v4, layouts, tokenizer  # noqa: E402
+from features.run import engine_arguments  # noqa: E402
+from features_e2e import parse_args  # noqa: E402
+from mini_checkpoint import deepseek_v4, images, layouts, tokenizer  # noqa: E402
 from mini_checkpoint.recipe import rng  # noqa: E402
 
 TINY = mini.Shape(
@@ -337,6 +339,53 @@ def test_dspark(tmp_path):
     assert config["n_mtp_layers"] == 2 and config["dspark_target_layer_ids"] == [0, 2, 4]
     assert config["quantization_config"]["ignored_layers"][-1] == "model.layers.6.attn.wo_b"
     assert "dspark_block_size" not in mini.model_config(TINY)
+
+
+def test_images(tmp_path):
+    """Beside V4's tensors and settings: the tower, the aligner and the routers' biases. Each id has a token, those
+    of images where vLLM looks for them."""
+    shape = images.Shape(**dataclasses.asdict(TINY) | {"vocab": 129280})
+    recipe = images.Recipe(shape, 3)
+    entries = {entry.name: entry for _, shard in recipe.shards() for entry in shard}
+    plain = {entry.name for _, shard in mini.Recipe(TINY, 3).shards() for entry in shard}
+    assert not plain - entries.keys()
+    own = {re.sub(r"\d+", "N", name) for name in entries.keys() - plain}
+    linears = {f"{linear}.{part}" for part in ("weight", "bias") for linear in (
+        "vision.patch_embed.proj", "vision.blocks.N.attn.wqkv", "vision.blocks.N.attn.wo", "aligner.wN",
+    )}  # fmt: skip
+    weights = {f"vision.{part}.weight" for part in ("norm", "blocks.N.normN", "blocks.N.mlp.wN")}
+    vectors = {f"image_{part}" for part in ("start", "end", "newline", "pad")}
+    biases = {"layers.N.ffn.gate.bias_vl", "mtp.N.ffn.gate.bias_vl", "layers.N.ffn.gate.bias"}
+    assert own == linears | weights | vectors | biases
+    config = recipe.config()
+    ignored = config["quantization_config"]["ignored_layers"]
+    assert ignored[0] == "language_model.model.layers.0.attn.wo_b" and ignored[-1] == "model.layers.5.attn.wo_b"
+    mini.write_tokenizer(tmp_path, shape.vocab, recipe.special_tokens)
+    tok = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert sorted(tok.get_vocab().values()) == list(range(shape.vocab))
+    names = [f"<|place_holder_mm_span_{number}|>" for number in ("0431", "0435")]
+    assert tok.convert_tokens_to_ids(names) == [129257, 129261]
+    assert tok("a<｜deepseek_image｜>b")["input_ids"][2] == 129256
+    with pytest.raises(ValueError, match="public vocabulary"):
+        dataclasses.replace(shape, vocab=8192)
+
+
+def test_the_features_benchmark_takes_images(tmp_path):
+    """Only `images`, with a checkpoint that has them; the other steps are served text alone."""
+    shape = images.Shape(**dataclasses.asdict(TINY) | {"vocab": 129280})
+    for config, offered in ((images.model_config(shape), True), (mini.model_config(TINY), False)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors.index.json").touch()
+        args = parse_args(["--model", str(tmp_path), "--out", str(tmp_path / "o.json"), "--backend", "stock"])
+        assert ("images" in args.steps) == offered and "prefix" in args.steps
+        arguments = engine_arguments({"model": str(tmp_path), "backend": "stock"})
+        assert arguments.get("language_model_only", False) == offered and arguments["block_size"] == 256
+
+
+def test_images_of_another_model_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        mini.main([str(tmp_path), "--model", "v4.1", "--images"])
+    assert "--images is of --model v4" in capsys.readouterr().err
 
 
 def test_dspark_in_vllm(vllm_module):

@@ -25,6 +25,8 @@ from .run import (
     Run,
     count_graphs,
     is_v41,
+    keep,
+    kept,
     sampling,
     sequence,
     step,
@@ -42,8 +44,7 @@ def reference(run: Run) -> None:
     if run.job["backend"] in BASE:
         run.compare("output", run.reference(), together)
     else:
-        arrays = {f"{k}_{i}": v for i, s in enumerate(together) for k, v in s.items() if k != "cached"}
-        np.savez(run.job["reference"], **arrays)
+        keep(run.job["reference"], together)
     alone = [run.generate([p], prompt_logprobs=True)[0] for p in run.prompts]
     run.save(noise=difference(together, alone))
     long = [i for i, p in enumerate(run.prompts) if len(p) > 60]
@@ -317,6 +318,55 @@ def long_context(run: Run) -> None:
     plain = run.generate([prompt])
     run.scheduler.scheduler_config.long_prefill_token_threshold = 4000
     run.compare("chunks of 4000", plain, run.generate([prompt]))
+    run.check("no block in use at the end", run.blocks_in_use() == 0, run.blocks_in_use())
+
+
+# Width and height of each prompt's pictures, which make 109 to 363 tokens; the window has 128. vLLM would blur
+# the noise of other sizes, as it does that of 300 x 200.
+PICTURES = [[(392, 392)], [(1008, 588)], [(300, 200)], [(560, 336), (588, 1008)], [(840, 504), (392, 392)]]
+
+
+def with_pictures(number: int, place: int, noise: int) -> dict[str, Any]:
+    """The prompt of that number: text, with pictures of noise where vLLM finds the token `place`."""
+    from PIL import Image
+
+    sizes, rng = PICTURES[number], np.random.default_rng([noise, number])
+    # Text has the tokens below the placeholder; above it are those that stand for a picture's parts.
+    *texts, end = make_prompts([*(40, 25)[: len(sizes)], 8], place, seed=number)
+    pictures = [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
+    tokens = [token for text in texts for token in (*text, place)]
+    return {"prompt_token_ids": tokens + end, "multi_modal_data": {"image": pictures}}
+
+
+@step(backends=["flashmla", "stock"], images=True)
+def images(run: Run) -> None:
+    """Prompts with pictures, whose tokens see those behind them too, beside text; other pictures must matter."""
+
+    def prefills_served() -> int:
+        # Of batches with pictures alone, if a GPU has 32 heads or fewer; with more, FlashMLA has long prefills.
+        return sum(calls.get("flash_mla_sparse_fwd", 0) for calls in run.llm.collective_rpc("drop_in_calls"))
+
+    run.start(language_model_only=False, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 2})
+    place = run.llm.get_tokenizer().convert_tokens_to_ids("<｜deepseek_image｜>")
+    asked, others = ([with_pictures(i, place, noise) for i in range(len(PICTURES))] for noise in (0, 1))
+    texts = make_prompts([300, 1000], place, seed=9)  # first, so that they decode while the last pictures come
+    before = prefills_served()
+    together = run.generate([*texts, *asked], prompt_logprobs=True)
+    if run.job["backend"] == "stock":
+        served = prefills_served() - before
+        run.check("our kernels served the prefills of pictures", served, served)
+    run.save(prompt_tokens=[len(s["prompt_ids"]) + 1 for s in together])
+    control = difference([s | {"prompt_ids": []} for s in together[len(texts) :]], run.generate(others))
+    run.save(control=control)
+    kl = control["decode"]["kl_mean"]
+    run.check(f"control: mean KL >= {CONTROL_KL}", kl >= CONTROL_KL, kl)
+    reference = Path(run.job["reference"]).with_suffix(".images.npz")
+    if run.job["backend"] in BASE:
+        run.compare("output", kept(reference), together)
+    else:
+        keep(reference, together)
+        alone = [run.generate([p], prompt_logprobs=True)[0] for p in [*texts, *asked]]
+        run.compare("output", together, alone)
     run.check("no block in use at the end", run.blocks_in_use() == 0, run.blocks_in_use())
 
 

@@ -31,6 +31,7 @@ from e2e import (
 from .comparison import allowed, difference
 
 ENTRY = Path(__file__).resolve().parents[1] / "features_e2e.py"
+Prompt = list[int] | dict[str, Any]  # tokens, or what vLLM takes for a prompt
 OURS = "FLASHINFER_MLA_SPARSE_DSV4"
 BACKENDS = {
     "bf16": {"attention_backend": OURS, "kv_cache_dtype": "bfloat16"},
@@ -67,6 +68,7 @@ class Step:
     backends: list[str]
     shared: bool  # whether its ranks may share a GPU
     drafts: str | None  # of the checkpoint: "mtp" or "dspark"
+    images: bool  # whether the checkpoint has to take them
     package: str | None
 
     def lacks(self, backend: str, config: dict[str, Any]) -> str | None:
@@ -76,6 +78,8 @@ class Step:
             drafts = "dspark"
         if self.drafts not in (None, drafts):
             return f"needs a checkpoint with drafts of {self.drafts}"
+        if self.images and not has_images(config):
+            return "needs a checkpoint with images"
         if backend not in self.backends:
             of_the_model = [b for b in self.backends if (b in OF_SPARSE_MLA) == (backend in OF_SPARSE_MLA)]
             return f"is for --backend {' and '.join(of_the_model)}"
@@ -95,6 +99,7 @@ def step(
     backends: list[str] | None = None,
     shared: bool = True,
     drafts: str | None = None,
+    images: bool = False,
     package: str | None = None,
     **env: str,
 ) -> Callable:
@@ -102,7 +107,7 @@ def step(
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         where = backends or list(BACKENDS)
-        STEP[function.__name__] = Step(gpus, function, env, where, shared, drafts, package)
+        STEP[function.__name__] = Step(gpus, function, env, where, shared, drafts, images, package)
         return function
 
     return register
@@ -186,26 +191,23 @@ class Run:
             self.check("no kernel of ours served", max(served) == 0, calls)
 
     def outputs(
-        self, prompts: list[list[int]], steps: int, prompt_logprobs: bool = False, extra_args: list | None = None
+        self, prompts: list[Prompt], steps: int, prompt_logprobs: bool = False, extra_args: list | None = None
     ) -> list:
         """vLLM's outputs; `extra_args` are those of `SamplingParams`, of each prompt."""
         begin = time.perf_counter()
         parameters = [sampling(steps, prompt_logprobs) for _ in prompts]
         for own, extra in zip(parameters, extra_args or (), strict=bool(extra_args)):
             own.extra_args = extra
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        given = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+        outputs = self.llm.generate(given, parameters, use_tqdm=False)
         log(f"generated {len(prompts)} x {steps} tokens in {time.perf_counter() - begin:.1f} s")
         return outputs
 
-    def generate(self, prompts: list[list[int]], steps: int = STEPS, **options: Any) -> list[dict]:
+    def generate(self, prompts: list[Prompt], steps: int = STEPS, **options: Any) -> list[dict]:
         return [sequence(output) for output in self.outputs(prompts, steps, **options)]
 
     def reference(self) -> list[dict]:
-        with np.load(self.job["reference"]) as f:
-            return [
-                {k: f[f"{k}_{i}"] for k in ("tokens", "ids", "values", "prompt_ids", "prompt_values")}
-                for i in range(len(LENGTHS))
-            ]
+        return kept(self.job["reference"])
 
     def compare(
         self, name: str, reference: list[dict], run: list[dict], other_arithmetic: bool = False
@@ -221,6 +223,20 @@ class Run:
         worst = max((d["margin"] for d in found["diverged"]), default=0.0)
         self.check(f"{name}: margin where tokens part <= {margin:.2g}", worst <= margin, worst)
         return found
+
+
+def keep(file: str | Path, sequences: list[dict]) -> None:
+    np.savez(file, **{f"{k}_{i}": v for i, s in enumerate(sequences) for k, v in s.items() if k != "cached"})
+
+
+def kept(file: str | Path) -> list[dict]:
+    names = ("tokens", "ids", "values", "prompt_ids", "prompt_values")
+    with np.load(file) as f:
+        return [{k: f[f"{k}_{i}"] for k in names} for i in range(len(f.files) // len(names))]
+
+
+def has_images(config: dict[str, Any]) -> bool:
+    return config.get("vision_n_layers", 0) > 0
 
 
 def is_v41(config: dict[str, Any]) -> bool:
@@ -246,9 +262,9 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         seed=0,
     )
     config = model_settings(Path(job["model"]))
-    if is_v41(config):
-        plain["language_model_only"] = True  # blocks are of 64 tokens: vLLM's choice on Hopper
-    else:
+    if is_v41(config) or has_images(config):
+        plain["language_model_only"] = True
+    if not is_v41(config):  # there blocks are of 64 tokens: vLLM's choice on Hopper
         plain["block_size"] = 64 if has_sparse_mla(config) else 256
     if job["backend"] in ENVIRONMENT:
         plain["worker_extension_cls"] = "features.drop_in_calls.DropInCalls"

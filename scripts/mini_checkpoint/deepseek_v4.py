@@ -61,6 +61,7 @@ class Shape:
     dspark: bool = False  # the next-token layers are stages of DSpark's draft
 
     known_ratios: ClassVar[tuple[int, ...]] = (0, 1, 4, 128)
+    module: ClassVar[str] = "model"  # vLLM's, of the layers
 
     def __post_init__(self) -> None:
         if len(self.compress_ratios) != self.layers + self.mtp_layers:
@@ -100,7 +101,9 @@ def model_config(s: Shape, layout: Fp8Blocks | None = None) -> dict:
     layout = layout or Fp8Blocks()
     ignored = []
     if not s.fp8_wo_b:  # vLLM's module names; next-token layers continue the numbering
-        ignored = [f"model.layers.{i}.attn.wo_b" for i in range(s.layers + s.mtp_layers)]
+        layers = [f"{s.module}.layers.{i}" for i in range(s.layers)]
+        layers += [f"model.layers.{s.layers + i}" for i in range(s.mtp_layers)]
+        ignored = [f"{layer}.attn.wo_b" for layer in layers]
     drafts = {
         "dspark_block_size": DSPARK_BLOCK,
         "dspark_markov_rank": DSPARK_RANK,
@@ -222,7 +225,7 @@ class Recipe(BaseRecipe):
         if hashed:
             yield Entry(f"{layer}.ffn.gate.tid2eid", "i32", self.hash_table)
         else:
-            yield Entry(f"{layer}.ffn.gate.bias", "f32", lambda n: self.normal(n, s.experts, std=0.05))
+            yield Entry(f"{layer}.ffn.gate.bias", "f32", self.router_bias)
 
     def streams_and_norms(self, layer: str) -> Iterator[Entry]:
         mix = (2 + self.s.hc_mult) * self.s.hc_mult
@@ -366,7 +369,7 @@ class Recipe(BaseRecipe):
         w = w[torch.arange(s.index_heads) % s.heads]
         return w[:, self.index_channels(layer)].reshape(-1, s.q_lora)
 
-    # Streams and experts by hash --------------------------------------------
+    # Streams and routers ----------------------------------------------------
     def hc_fn(self, name: str, rows: int) -> torch.Tensor:
         m, h = self.s.hc_mult, self.s.hidden
         w = self.linear(name, rows, m * h).view(rows, m, h)
@@ -381,6 +384,9 @@ class Recipe(BaseRecipe):
         base[m : 2 * m] = base[m : 2 * m] * 0.7 - 0.3
         base[2 * m :] = base[2 * m :] * 0.3 + 2.0 * torch.eye(m).flatten()
         return base
+
+    def router_bias(self, name: str) -> torch.Tensor:
+        return self.normal(name, self.s.experts, std=0.05)
 
     def hash_table(self, name: str) -> torch.Tensor:
         keys = rng(self.seed, name).random((self.s.vocab, self.s.experts))

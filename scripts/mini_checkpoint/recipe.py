@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,6 +76,8 @@ def rng(seed: int, name: str) -> np.random.Generator:
 
 class BaseRecipe:
     """Draws the tensors of one model; a model's own `Recipe` lists them and writes its config.json."""
+
+    special_tokens: ClassVar[dict[int, str]] = {}  # of the tokenizer, by their ids, beside those that all have
 
     def __init__(self, shape: Sizes, seed: int, layout: Fp8Blocks):
         self.s = shape

@@ -24,8 +24,11 @@ def byte_symbols() -> list[str]:
     return [symbols[b] for b in range(256)]
 
 
-def bpe_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Bytes, letter pairs and triples in order of English letter frequency, with their merges."""
+def bpe_vocabulary(size: int, special: dict[int, str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Bytes, letter pairs and triples in order of English letter frequency, with their merges; place holders then.
+
+    Special tokens, by their ids, are in place holders' places.
+    """
     symbols = byte_symbols()
     space = symbols[32]
     tokens = [BOS, EOS, PAD, *symbols]
@@ -47,19 +50,23 @@ def bpe_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
             break
         tokens.append(left + right)
         merges.append((left, right))
-    if len(tokens) != size:
+    for i in range(len(tokens), size):
+        tokens.append(special.get(i, f"<｜place▁holder▁no▁{i}｜>"))
+    if len(tokens) != size or not set(special.values()) <= set(tokens):
         raise ValueError(f"cannot make {size} tokens")
     return {t: i for i, t in enumerate(tokens)}, merges
 
 
-def write_tokenizer(out: Path, vocab_size: int) -> None:
+def write_tokenizer(out: Path, vocab_size: int, special: dict[int, str] | None = None) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    vocab, merges = bpe_vocabulary(vocab_size - len(CHAT_TOKENS))
+    special = special or {}
+    vocab, merges = bpe_vocabulary(vocab_size - len(CHAT_TOKENS), special)
     tok = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in (BOS, EOS, PAD)])
+    names = (BOS, EOS, PAD, *special.values())
+    tok.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in names])
     tok.add_tokens([AddedToken(t, normalized=False, special=False) for t in CHAT_TOKENS])
     tok.post_processor = processors.Sequence(
         [

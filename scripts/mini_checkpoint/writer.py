@@ -81,7 +81,7 @@ def write_checkpoint(
         out / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": index},
     )
-    write_tokenizer(out, recipe.s.vocab)
+    write_tokenizer(out, recipe.s.vocab, recipe.special_tokens)
     write_json(
         out / "generation_config.json",
         {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0},

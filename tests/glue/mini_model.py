@@ -10,6 +10,7 @@ import torch
 from mini_checkpoint.quantised import E2M1
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -72,6 +73,23 @@ def draft(config, model, tokens, *kinds):
     config.speculative_config = Speculative(config, tokens, *kinds)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         return model(vllm_config=config)
+
+
+def left_out(model, config, heads):
+    """Parameters that its loader does not fill, in whole or in part, from the checkpoint: all their bytes are 255
+    before. Not those of images that a server of text has no memory for."""
+    for parameter in model.parameters():
+        parameter.data.view(torch.uint8).fill_(255)
+    loader = get_model_loader(config.load_config)
+    names, found = model.load_weights(loader.get_all_weights(config.model_config, model)), []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        part = parameter[:heads] if name.endswith("attn_sink") else parameter  # padded
+        rows = part.contiguous().view(torch.uint8).view(*part.shape, -1).flatten(-2)
+        if name not in names or (rows == 255).all(-1).any():
+            found.append(name)
+    return found
 
 
 def dense(values, scale):

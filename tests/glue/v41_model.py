@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_mini_checkpoint as mini  # noqa: E402
 import mini_model  # noqa: E402
 from mini_checkpoint.layouts import FP8, Fp8Blocks  # noqa: E402
-from mini_model import Experts, Nothing, dense  # noqa: E402
-from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
+from mini_model import Experts, Nothing, dense, left_out  # noqa: E402
 from vllm.models.deepseek_v4.nvidia import model as deepseek_v4  # noqa: E402
 from vllm.models.deepseek_v41 import DeepseekV4FP8Config, DSparkDeepseekV4ForCausalLM, attention  # noqa: E402
 
@@ -62,26 +61,6 @@ def build(folder):
     config.kernel_config.enable_jit_warmup = False
     hopper.platforms._current_platform.device_type = "cpu"
     return mini_model.made(config, folder), config
-
-
-def left_out(model, names):
-    """Parameters that were not loaded, in whole or in part, if all their bytes were 255 before; but those of
-    images, which a server of text has no memory for."""
-    found = []
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            continue
-        part = parameter[: SHAPE.heads] if name.endswith("attn_sink") else parameter  # padded
-        rows = part.contiguous().view(torch.uint8).view(*part.shape, -1).flatten(-2)
-        if name not in names or (rows == 255).all(-1).any():
-            found.append(name)
-    return found
-
-
-def loaded(model, loader, config):
-    for parameter in model.parameters():
-        parameter.data.view(torch.uint8).fill_(255)
-    return left_out(model, model.load_weights(loader.get_all_weights(config.model_config, model)))
 
 
 def values(parameters, name, expert=None):
@@ -151,8 +130,7 @@ def main():
     recipe = MODULE.Recipe(SHAPE, 0, None if sys.argv[1] == "mxfp8" else Fp8Blocks())
     mini.write_checkpoint(folder, recipe, log=lambda _: None)
     model, config = build(folder)
-    loader = get_model_loader(config.load_config)
-    found = {"missing": loaded(model, loader, config), "differ": []}
+    found = {"missing": left_out(model, config, SHAPE.heads), "differ": []}
     parameters = dict(model.named_parameters())
     for number, parts in KINDS.items():
         prefix = f"language_model.model.layers.{number}"
@@ -166,7 +144,7 @@ def main():
     draft = mini_model.draft(config, DSparkDeepseekV4ForCausalLM, 3, "use_dspark")
     # The embedding and the output layer are the target's.
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    found["missing"] += [name for name in loaded(draft, loader, config) if name not in names]
+    found["missing"] += [name for name in left_out(draft, config, SHAPE.heads) if name not in names]
     parameters = dict(draft.named_parameters())
     for stage in (0, 1):
         found["differ"] += differ(parameters, recipe, f"model.layers.{stage}", f"mtp.{stage}", PARTS)
