@@ -39,12 +39,14 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;                  // [items, even and odd][kHeads]
   // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
-  // Wide parts that are values, [4 warps][4][32 lanes].
+  // Wide parts that are values, [2][4 warps][4][32 lanes], and scales, [2][4 warps][16 rows][8].
+  static constexpr bool kIsAhead = kPacked && !kHasTail;
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
+  static constexpr int kScales = kWaiting + (kIsAhead ? 2 * kBlockBytes : 0);
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
   // the exponent of a float32; 0 of a missing row. Only of those that have no common one. Of BF16 rows [4 entries], a
   // bit for every row.
-  static constexpr int kPowers = kWaiting + (kPacked && !kHasTail ? kBlockBytes : 0);
+  static constexpr int kPowers = kScales + (kIsAhead ? 2 * kTile * 8 : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;
   static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]
@@ -147,15 +149,10 @@ __device__ __forceinline__ uint4 load_wide(const uint8_t* from, bool is_asked) {
                  : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   return x;
 }
-template <bool IS_BYTE>
 __device__ __forceinline__ uint32_t load_scale(const uint8_t* from, bool is_asked) {
   uint32_t x;
-  if constexpr (IS_BYTE)
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u8 %0, [%1];}"
-                 : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
-  else
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1];}"
-                 : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1];}"
+               : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   return x;
 }
 __device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x01010101u & ~x & 0x80808080u) != 0; }
@@ -186,7 +183,7 @@ struct Storage : Thread<Call> {
     for (int i = 0; i < 2; ++i) barrier_init(full(i), L::kPacked ? 256 + 128 : kFetched);
     for (int i = 0; i < 4; ++i)
       if (L::kPacked)
-        barrier_init(raw_full(i), 32), barrier_init(raw_empty(i), 256);
+        barrier_init(raw_full(i), 64), barrier_init(raw_empty(i), 256);
       else
         barrier_init(empty(0, i), 256), barrier_init(empty(1, i), 256);
     barrier_init(q_full(), kFetched), barrier_init(q_read(), 128);

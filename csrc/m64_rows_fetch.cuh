@@ -26,9 +26,31 @@ struct Fetch : Storage<FORMAT> {
     asm volatile("" : "+r"(again));
     return again;
   }
-  // The wide part of values waits until the slot of its entry is free: where, of row lane / 8 + 4k.
-  __device__ __forceinline__ uint4& waiting(int k) const {
-    return *reinterpret_cast<uint4*>(smem + L::kWaiting + (warp % 4 * 4 + k) * 512 + lane * 16);
+  // V4's wide parts, of row lane / 8 + 4k, and scales come a tile ahead, by copies: the compiler waits for loads at the
+  // end of a loop. Wide parts stay here, divided, until the slot of their entry is free. `buffer`: of every other tile.
+  __device__ __forceinline__ int waiting_at(int buffer, int k) const {
+    return L::kWaiting + buffer * kBlockBytes + (warp % 4 * 4 + k) * 512 + lane * 16;
+  }
+  __device__ __forceinline__ uint4& waiting(int buffer, int k) const {
+    return *reinterpret_cast<uint4*>(smem + waiting_at(buffer, k));
+  }
+  __device__ __forceinline__ int scales_at(int buffer, int row) const {
+    return L::kScales + ((buffer * 4 + warp % 4) * 16 + row) * 8;
+  }
+  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are.
+  template <bool FIRST>
+  __device__ __forceinline__ void copy_ahead(int buffer, const uint8_t* mine, uint32_t to_scales, unsigned there,
+                                             int first_lane) const {
+    const int lane = lane_again();
+    const uint8_t* rows[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) rows[k] = row_of(mine, first_lane + k * 4 + lane / 8) + L::kWideAt + lane % 8 * 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      copy16<FIRST, L::kPrefetch>(base + waiting_at(buffer, k), rows[k], there >> (k * 4 + lane / 8) & 1 ? 16 : 0);
+    if (lane / 16 * 16 == first_lane)
+      copy8(base + scales_at(buffer, lane % 16), mine + int64_t{to_scales} * 8, there >> lane % 16 & 1 ? 8 : 0);
+    copies_commit();
   }
   // What a lane has of 16 rows: scales as they are, then ratios of both rows 8 apart; wide parts as they are, then as
   // they go into the slot.
@@ -36,27 +58,26 @@ struct Fetch : Storage<FORMAT> {
     uint32_t scales[4], ratios[2];
     uint4 wide[4];
   };
-  // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are (V4). All addresses
-  // come before the first load: a shuffle waits for loads before it.
-  template <bool FIRST>
-  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, uint32_t to_scales, unsigned there,
-                                          int first_lane) const {
+  // Of V4, what came a tile ahead.
+  __device__ __forceinline__ void look_at(Lanes& x, int buffer) const {
     const int lane = lane_again();
-    const uint8_t* rows[4];
-    uint32_t further[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int of = first_lane + k * 4 + lane / 8;
-      rows[k] = row_of(mine, of);
-      if constexpr (kIsV4) further[k] = __shfl_sync(~0u, to_scales, of);
+      x.scales[k] = lane % 8 < L::kGroups ? smem[scales_at(buffer, k * 4 + lane / 8) + lane % 8] : 0;
+      x.wide[k] = waiting(buffer, k);
     }
+  }
+  // Of V3.2. All addresses come before the first load: a shuffle waits for loads before it.
+  template <bool FIRST>
+  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, unsigned there, int first_lane) const {
+    const int lane = lane_again();
+    const uint8_t* rows[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) rows[k] = row_of(mine, first_lane + k * 4 + lane / 8);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const bool exists = there >> (k * 4 + lane / 8) & 1;
-      if constexpr (kIsV4)
-        x.scales[k] = load_scale<true>(rows[k] + int64_t{further[k]} * 8 + lane % 8, exists && lane % 8 < L::kGroups);
-      else
-        x.scales[k] = load_scale<false>(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
+      x.scales[k] = load_scale(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
       x.wide[k] = load_wide<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
     }
   }
@@ -127,6 +148,7 @@ struct Fetch : Storage<FORMAT> {
   __device__ __forceinline__ void fetch() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
+    int buffer = 0;           // of what comes a tile ahead
     bool is_waiting = false;  // the wide part of the entry before
     // By lane 0 of a warp, with the copies of all lanes.
     const auto arrive = [&](uint32_t barrier) {
@@ -137,7 +159,7 @@ struct Fetch : Storage<FORMAT> {
         barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
         if (is_waiting) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(k));
+          for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(buffer ^ 1, k));
           wide_is_put(entry - 1), is_waiting = false;
         }
         if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
@@ -146,6 +168,8 @@ struct Fetch : Storage<FORMAT> {
             static_cast<uint16_t>(there);
       }
     };
+    // An entry that is no rows.
+    const auto no_rows = [&] { barrier_arrive(raw_full(quarter)), barrier_arrive(raw_full(quarter)); };
     // A lane looks up a row of two tiles, two tiles ahead; false after the last item. What is no index of a row, as a
     // negative one, is that of a missing row.
     const int my_key = lane / 16 * kTile + row0 + lane % 16;
@@ -170,13 +194,22 @@ struct Fetch : Storage<FORMAT> {
       }
       return true;
     };
-    bool is_more = look_up();
-    while (is_more) {
+    const uint8_t* at;   // this lane's row of two tiles
+    uint32_t to_scales;  // of V4's rows, in 8 bytes: behind a page's rows of 576 bytes are 8 for each
+    unsigned there;
+    const auto find_rows = [&] {
       const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
       const Row mine(pool, index);
-      // Of V4's rows of 576 bytes those that follow in the page, and behind them 8 bytes for each row of the page.
-      const uint32_t to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
-      const unsigned there = __ballot_sync(~0u, mine.exists);
+      at = mine.at;
+      to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
+      there = __ballot_sync(~0u, mine.exists);
+    };
+    bool is_more = look_up();
+    if (is_more) {
+      find_rows();
+      if constexpr (kIsV4) copy_ahead<FIRST>(buffer, at, to_scales, there & 0xFFFF, 0);
+    }
+    while (is_more) {
       const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
       const auto copy_q_of_item = [&] {
         // Done long ago, but a phase must not go by without a wait.
@@ -190,32 +223,29 @@ struct Fetch : Storage<FORMAT> {
         barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         copy_q_of_item();
       }
-#pragma unroll 1
+      // V4's unrolled: the compiler would wait at the loop's end for what look_up() has asked for. Others would spill.
+#pragma unroll(kIsV4 ? 2 : 1)
       for (int t = 0; t < 2; ++t, ++entry) {
         if (t == 1 && !two) break;
         const unsigned bits = there >> t * 16 & 0xFFFF;
         if constexpr (kPacked) {
           if (t == 0 && starts) {
-            announce(kQ, 0), barrier_arrive(raw_full(quarter));
+            announce(kQ, 0), no_rows();
             barrier_wait(raw_empty(quarter), entry & 1);
             copy_q_of_item();
           }
           announce(kKeys, bits);
-          // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
-          const uint32_t to = L::kRaw + row0 * L::kNarrow;
-          for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
-            if (lane < L::kNarrow / 16)
-              *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * L::kNarrow + lane * 16) =
-                  make_uint4(0, 0, 0, 0);
-          fence_async();  // what was read there, and zeros written there, before the copies
-          // They come while copies begin. After the fence, which would wait for them.
+          copy_narrow<FIRST>(at, bits, t * 16);
+          copies_arrive(raw_full(quarter));
           Lanes x;
-          ask_for<FIRST>(x, mine.at, to_scales, bits, t * 16);
-          if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * L::kNarrow);
-          __syncwarp();
-          if (lane / 16 == t && bits >> lane % 16 & 1)
-            copy_row<L::kNarrow, FIRST>(base + to + lane % 16 * L::kNarrow, mine.at, raw_full(quarter));
-          __syncwarp();
+          if constexpr (kIsV4) {
+            copies_commit();
+            copies_wait<1>();  // all but the narrow parts
+            __syncwarp();
+            look_at(x, buffer);
+          } else {
+            ask_for<FIRST>(x, at, bits, t * 16);
+          }
           prepare(x, bits, entry);
 #pragma unroll
           for (int k = 0; k < 2; ++k)
@@ -229,19 +259,43 @@ struct Fetch : Storage<FORMAT> {
             wide_is_put(entry);
           } else {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) waiting(k) = x.wide[k];
+            for (int k = 0; k < 4; ++k) waiting(buffer, k) = x.wide[k];
             is_waiting = true;
+            buffer ^= 1;
+            if (t == 0 && two) copy_ahead<FIRST>(buffer, at, to_scales, there >> 16, 16);
           }
         } else {
           announce(kKeys, bits);
-          copy_bf16<FIRST>(mine.at, bits, t * 16, entry);
+          copy_bf16<FIRST>(at, bits, t * 16, entry);
           copies_arrive(full(entry & 1));
           arrive(full(entry & 1));
         }
         if (t == 0) is_more = look_up();
       }
+      if (is_more) {
+        find_rows();
+        if constexpr (kIsV4) copy_ahead<FIRST>(buffer, at, to_scales, there & 0xFFFF, 0);
+      }
     }
-    if constexpr (kPacked) announce(kEnd, 0), barrier_arrive(raw_full(quarter));
+    if constexpr (kPacked) announce(kEnd, 0), no_rows();
+  }
+  // Narrow parts, to where they are widened from; missing ones are zeros. Eight lanes copy 128 bytes of a row, of rows
+  // lane / 8 and 4, 8 and 12 further. All addresses come before the first copy, for which a shuffle would wait.
+  template <bool FIRST>
+  __device__ __forceinline__ void copy_narrow(const uint8_t* mine, unsigned there, int first_lane) const {
+    const int lane = lane_again();
+    const uint8_t* from[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) from[k] = row_of(mine, first_lane + k * 4 + lane / 8) + lane % 8 * 16;
+    const uint32_t to = base + L::kRaw + (warp % 4 * 16 + lane / 8) * L::kNarrow + lane % 8 * 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int bytes = there >> (k * 4 + lane / 8) & 1 ? 16 : 0;
+#pragma unroll
+      for (int line = 0; line < (L::kNarrow + 127) / 128; ++line)
+        if (line * 128 + 128 <= L::kNarrow || lane % 8 < L::kNarrow % 128 / 16)
+          copy16<FIRST, L::kPrefetch>(to + k * 4 * L::kNarrow + line * 128, from[k] + line * 128, bytes);
+    }
   }
   // Eight rows at a time: a shuffle waits until the copies before it have left.
   template <bool FIRST>

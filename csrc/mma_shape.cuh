@@ -20,7 +20,8 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
   static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
-  static constexpr int kStages = R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;   // as many as fit
+  // As many as fit.
+  static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each

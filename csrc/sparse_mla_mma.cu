@@ -283,9 +283,7 @@ cudaError_t choose(RowFormat format, MmaBlock block, const With& with) {
       if (block == MmaBlock::kPaired) return with(Launch<kFormat, MmaBlock::kPaired>());
       if (block == MmaBlock::kShared) return with(Launch<kFormat, MmaBlock::kShared>());
     }
-    if constexpr (kFormat == RowFormat::kV4)
-      if (block == MmaBlock::kHalf) return with(Launch<kFormat, MmaBlock::kHalf>());
-    return with(Launch<kFormat, MmaBlock::kWhole>());
+    return with(Launch<kFormat, RowLayout<kFormat>::kIsScaled ? MmaBlock::kHalf : MmaBlock::kWhole>());
   };
   switch (format) {
     case RowFormat::kE4M3: return of(std::integral_constant<RowFormat, RowFormat::kE4M3>());

@@ -57,7 +57,7 @@ cudaError_t launch_sparse_mla_rows(SparseMlaRows call, cudaStream_t stream);
 // What a block of the mma.sync kernel, 16 heads an item, takes at a time. Over BF16 rows there is kWhole alone.
 enum class MmaBlock {
   kWhole,   // 128 keys of an item (BF16 rows: 64)
-  kHalf,    // 64; kV4 alone
+  kHalf,    // 64, as packed rows come in place of kWhole
   kPaired,  // 64 each of two items
   kShared,  // 64 of each half of an item's keys
 };

@@ -73,16 +73,12 @@ struct MmaDivision {
       splits = blocks > gpu.sms ? 1 : 2;
       return;
     }
-    // 584-byte rows come in small tiles where a block has no more than two of these.
-    const bool is_v4 = format == RowFormat::kV4;
-    const auto block_of = [&](int splits) {
-      return is_v4 && columns <= 128 * splits ? MmaBlock::kHalf : MmaBlock::kWhole;
-    };
-    const int tiles = divide(columns, is_wide || is_v4 ? 64 : 128);
+    const bool is_packed = format == RowFormat::kV4 || format == RowFormat::kV32;
+    if (is_packed) block = MmaBlock::kHalf;
+    const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
     splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
-      return mma_clusters(format, block_of(splits), splits, gpu.device);
+      return mma_clusters(format, block, splits, gpu.device);
     });
-    block = block_of(splits);
   }
 };
 
