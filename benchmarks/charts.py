@@ -12,12 +12,9 @@ results leave open. What was measured while kernels were compiled is left out.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
-
-from serve_report import KINDS, OTHER
 
 REPO = Path(__file__).resolve().parents[1]
 ROWS = {"fp8": "e4m3", "bf16": "bf16"}  # of these caches
@@ -36,6 +33,11 @@ SERVING = [
     ("mean_ttft_ms", "time to first token, FlashMLA's over ours", False),
     ("mean_tpot_ms", "time per output token, FlashMLA's over ours", False),
 ]
+# Decode steps of 16 requests that serve.py has profiled: file, run.
+STEPS = {
+    "stock vLLM": ("serve_share_step_h200", "FlashMLA"),
+    "drop-in and small-kernels": ("serve_share_fp8_experts_h200", "FP8Experts"),
+}
 Bar = tuple[float, float, float]  # median, least, most
 
 
@@ -88,15 +90,15 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
     return bars
 
 
-def step_kinds(results: Path) -> dict[str, tuple[float, float]]:
-    """The kernels of a decode step by what they are for, the longest first: microseconds, launches."""
-    text = (results / "decode_step_7_layers_h200.txt").read_text("utf-8")
-    found: dict[str, tuple[float, float]] = {}
-    for us, launches, name in re.findall(r"^ *([\d.]+) us +([\d.]+) x  (.*)$", text, re.MULTILINE):
-        kind = next((kind for kind, names in KINDS.items() if names.search(name)), OTHER)
-        before = found.get(kind, (0.0, 0.0))
-        found[kind] = before[0] + float(us), before[1] + float(launches)
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+def step_kinds(results: Path) -> dict[str, dict[str, tuple[float, float]]]:
+    """The kernels of a decode step by what they are for, the longest first: microseconds and launches, of each of
+    STEPS."""
+    found = {}
+    for title, (name, run) in STEPS.items():
+        kinds = json.loads((results / f"{name}.json").read_text("utf-8"))["runs"][run]["decode_step"]["kinds"]
+        found[title] = {kind: (of["us"], of["launches"]) for kind, of in kinds.items()}
+    longest = sorted(kinds, key=lambda kind: -max(of[kind][0] for of in found.values()))
+    return {title: {kind: of[kind] for kind in longest} for title, of in found.items()}
 
 
 def grouped(panel: Any, series: dict[str, dict[int, Bar]], labels: list[str], size: float) -> dict[str, Any]:
@@ -160,16 +162,18 @@ def draw(results: Path, docs: Path) -> list[Path]:
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
     figure.savefig(docs / "serving.svg", metadata={"Date": None})
 
-    figure, panel = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
-    kinds = step_kinds(results)
-    names, (times, launches) = list(kinds)[::-1], zip(*list(kinds.values())[::-1], strict=True)
-    bars = panel.barh(names, times)
-    labels = [f"{us:.0f} µs, {us / sum(times):.0%}, {count:.0f} launches"
-              for us, count in zip(times, launches, strict=True)]  # fmt: skip
-    panel.bar_label(bars, labels, fontsize=8, padding=3)
-    title = "Kernels of a decode step of 16 requests, 7 of V4-Flash's 43 layers, with the drop-in"
+    figure, panel = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
+    for number, (title, kinds) in enumerate(step_kinds(results).items()):
+        names, (times, launches) = list(kinds)[::-1], zip(*list(kinds.values())[::-1], strict=True)
+        bars = panel.barh([place + 0.2 - 0.4 * number for place in range(len(names))], times, 0.38,
+                          label=f"{title}: {sum(times) / 1e3:.1f} ms, {sum(launches):.0f} launches")  # fmt: skip
+        labels = [f"{us:.0f} µs, {count:.0f} launches" for us, count in zip(times, launches, strict=True)]
+        panel.bar_label(bars, labels, fontsize=7, padding=3)
+    panel.set_yticks(range(len(names)), names)
+    panel.legend(loc="lower right")
+    title = "Kernels of a decode step of 16 requests, one of four GPUs' share of V4-Flash's shape"
     panel.set(title=title, xlabel="µs")
-    panel.margins(x=0.28)  # for the labels
+    panel.margins(x=0.2)  # for the labels
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(docs / "decode_step.svg", metadata={"Date": None})
     return [docs / f"{name}.svg" for name in ("attention_speedup", "serving", "decode_step")]

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from charts import ROWS, kernel_results
+from charts import ROWS, kernel_results, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,13 +42,17 @@ CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
+EXPERTS = ("serve_share_step_h200", "serve_share_fp8_experts_h200")
+# Of serve_report.KINDS, what a step has besides products, experts and mHC.
+SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 DROP_IN = "FlashMLA's cache, drop-in"
-NAMES = BACKENDS | {"dropin": DROP_IN}  # of runs of serve.py
+# Of runs of serve.py.
+NAMES = BACKENDS | {"dropin": DROP_IN, "fp8experts": "drop-in, `small-kernels`, `fp8-experts`"}
 
 
 @cache
@@ -236,19 +240,37 @@ def models_v32() -> str:
     return markdown(speeds_head(runs), rows)
 
 
-def serving(names: Iterable[str] = SERVING) -> str:
+def serving_table(found: dict[int, dict[str, Any]]) -> str:
     rows = [[count, NAMES[store], f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
-            for count, runs in sorted(served(names).items()) for store, run in runs.items()]  # fmt: skip
+            for count, runs in sorted(found.items()) for store, run in runs.items()]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
+    return markdown(head, rows)
+
+
+def serving(names: Iterable[str] = SERVING) -> str:
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
     times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
-    return f"{markdown(head, rows)}\nWeights: {weights}. Each the median of {times}.\n"
+    return f"{serving_table(served(names))}\nWeights: {weights}. Each the median of {times}.\n"
 
 
 def serving_share() -> str:
     return serving(SHARE)
+
+
+def serving_experts() -> str:
+    runs = {key.lower(): run["concurrency"] for name in EXPERTS for key, run in load(name)["runs"].items()}
+    return serving_table({16: {key: of["16"] for key, of in runs.items()}})
+
+
+def small_costs() -> str:
+    steps = step_kinds(ROOT / "benchmarks/results").values()
+    stock, ours = (sum(kinds[kind][0] for kind in SMALL) / 1e3 for kinds in steps)
+    return (
+        "Attention, compressors, inserts, index tables, top-k, fills and quantisation take "
+        f"{ours:.2f} ms of that step\ntogether, and {stock:.2f} ms in stock vLLM.\n"
+    )
 
 
 def decode_step() -> str:
@@ -282,7 +304,7 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, models_share,
-    models_v32, serving, serving_share, decode_step, steps,
+    models_v32, serving, serving_share, serving_experts, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 

@@ -53,13 +53,13 @@ def test_committed_serving_results_can_be_drawn():
 
 
 def test_kernels_of_a_step(tmp_path):
-    (tmp_path / "decode_step_7_layers_h200.txt").write_text(
-        "total 9.0 us a step\n      1.5 us     2.0 x  void mla::mma::sparse_mla_mma_kernel<1>\n"
-        "      4.0 us    14.0 x  void marlin_moe_wna16::Marlin<1>\n      0.5 us     1.0 x  sparse_mla_x\n"
-        "      3.0 us     3.0 x  elementwise\n"
-    )
-    kinds = charts.step_kinds(tmp_path)
-    assert list(kinds.items()) == [("experts", (4, 14)), ("all else", (3, 3)), ("attention", (2, 3))]
+    for (name, run), times in zip(charts.STEPS.values(), ((3.0, 9.0), (8.0, 4.0)), strict=True):
+        of = zip(("attention", "experts"), times, strict=True)
+        kinds = {kind: {"us": us, "launches": 2.0} for kind, us in of}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"runs": {run: {"decode_step": {"kinds": kinds}}}}))
+    stock, ours = charts.step_kinds(tmp_path).values()
+    assert list(stock.items()) == [("experts", (9, 2)), ("attention", (3, 2))]
+    assert list(ours.items()) == [("experts", (4, 2)), ("attention", (8, 2))]
 
 
 def test_attention_ratios():
