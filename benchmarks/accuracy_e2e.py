@@ -209,13 +209,7 @@ def check_served(served_by: str, calls: list[dict[str, int]]) -> None:
 def child(job: dict[str, Any]) -> None:
     """One run: generate, check the forced tokens, write the arrays."""
     start = time.perf_counter()
-    import_flashinfer()
     spec, vocab, prompts = job["spec"], job["vocab"], job["prompts"]
-    if "stand_in" in spec:
-        stand_in(spec["stand_in"])
-    import torch
-    from vllm import LLM, SamplingParams
-
     forced, steps = job["forced"], job["steps"]
     kwargs: dict[str, Any] = dict(
         model=job["model"],
@@ -250,6 +244,13 @@ def child(job: dict[str, Any]) -> None:
         }
     if job["tp"] > 1 and ranks_share_a_gpu():
         kwargs |= start_nodes(kwargs)[0]
+    # Not before each node has a GPU of its own: CUDA takes none that is named twice.
+    import_flashinfer()
+    if "stand_in" in spec:
+        stand_in(spec["stand_in"])
+    import torch
+    from vllm import LLM, SamplingParams
+
     log(f"LLM({kwargs})")
     llm = LLM(**kwargs)
     loaded = time.perf_counter()

@@ -126,28 +126,26 @@ def main(argv: list[str] | None = None) -> int:
         names = [f"{layout}-dequantised", layout]
         for name in names:
             runs[name] = run(name, spec, forced, prompts, args)
-        if not all(runs[name]["ok"] for name in names):
-            continue
-        arrays = {name: dict(np.load(args.work / f"{name}.npz")) for name in ("truth", *names)}
-        for a, b in (("truth", names[0]), ("truth", layout), (names[0], layout)):
-            comparisons[f"{a}|{b}"] = accuracy_e2e.compare(arrays[a], arrays[b], LENGTHS)
-        for part in ("decode", "prompt"):
-            own, all_of_it = (comparisons[f"truth|{name}"][part]["kl_mean"] for name in names)
-            passed = all_of_it <= MARGIN * own if layout in WEIGHT_ONLY else None
-            name = f"{part}: KL(truth|{layout}) <= {MARGIN} KL(truth|dequantised)"
-            row = {"bar": name, "measured": all_of_it, "limit": MARGIN * own, "sign": "<=", "passed": passed}
-            rows.append(row)
-    for record in runs.values():
-        record.pop("tokens", None)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([sys.executable, *sys.argv]),
-        "machine": args.where,
-        "runs": runs,
-        "comparisons": comparisons,
-        "bars": rows,
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+        if all(runs[name]["ok"] for name in names):
+            arrays = {name: dict(np.load(args.work / f"{name}.npz")) for name in ("truth", *names)}
+            for a, b in (("truth", names[0]), ("truth", layout), (names[0], layout)):
+                comparisons[f"{a}|{b}"] = accuracy_e2e.compare(arrays[a], arrays[b], LENGTHS)
+            for part in ("decode", "prompt"):
+                own, all_of_it = (comparisons[f"truth|{name}"][part]["kl_mean"] for name in names)
+                passed = all_of_it <= MARGIN * own if layout in WEIGHT_ONLY else None
+                name = f"{part}: KL(truth|{layout}) <= {MARGIN} KL(truth|dequantised)"
+                row = {"bar": name, "measured": all_of_it, "limit": MARGIN * own, "sign": "<=", "passed": passed}
+                rows.append(row)
+        # After each, so that a command that is ended early leaves what it found.
+        result = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join([sys.executable, *sys.argv]),
+            "machine": args.where,
+            "runs": {name: {k: v for k, v in record.items() if k != "tokens"} for name, record in runs.items()},
+            "comparisons": comparisons,
+            "bars": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, record in runs.items():
         state = "ok" if record["ok"] else "FAILED"
         print(f"{name:26s} {state:7s} weights {record.get('weights_gib')} GiB {record.get('kernels')}")

@@ -422,6 +422,23 @@ def test_accuracy_is_of_who_served(served_by, calls):
             accuracy_e2e.check_served(other, [calls])
 
 
+def test_nodes_of_one_gpu_start_before_cuda_is_asked(monkeypatch):
+    """With a GPU that is named twice: it would find none, and processes that it starts could not either."""
+    seen = []
+
+    def stop():
+        raise RuntimeError("enough")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    monkeypatch.setattr(accuracy_e2e, "start_nodes", lambda arguments: (seen.append(arguments), ({}, []))[1])
+    monkeypatch.setattr(accuracy_e2e, "import_flashinfer", stop)
+    job = {"spec": accuracy_e2e.RUNS["drop_in"], "vocab": 8, "prompts": [[1]], "forced": None, "steps": 1,
+           "model": "/m", "tp": 2, "batch": 64}  # fmt: skip
+    with pytest.raises(RuntimeError, match="enough"):
+        accuracy_e2e.child(job)
+    assert [arguments["tensor_parallel_size"] for arguments in seen] == [2]
+
+
 def test_runs_and_bars_of_sparse_mla(tmp_path, capsys):
     checkpoint(tmp_path, model_type="glm_moe_dsa")
     asked = ["--model", str(tmp_path), "--out", "x.json"]

@@ -3,6 +3,7 @@
 Interpreted on the CPU. The definitions (RoPE, norm, compression) are those of the kernels' checks.
 """
 
+import copy
 import importlib
 from functools import partial
 from types import SimpleNamespace
@@ -424,6 +425,13 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
             for _ in range(2):
                 attention.attend(step.layer, q, torch.empty_like(q), step.metadata, compressed)
         assert len(built) == number * tables
+    if compressed is None:
+        return
+    # Compressed caches of two groups have block tables of their own.
+    with override_forward_context(SimpleNamespace(additional_kwargs={})):
+        for of_group in (compressed, copy.copy(compressed)):
+            attention.attend(step.layer, q, torch.empty_like(q), step.metadata, of_group)
+    assert len(built) == 2 * tables + 2
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])

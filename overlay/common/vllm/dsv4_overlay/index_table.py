@@ -26,11 +26,12 @@ def of_step(
 ) -> SparseIndexTable:
     """As `build`; one table serves all window-only and all C128A layers of a step.
 
-    C4A layers differ in what their indexer picked. The key holds the window metadata,
-    since vLLM may spread the layers' windows over several KV cache groups with block
-    tables of their own.
+    C4A layers differ in what their indexer picked. The key holds both metadata, since
+    vLLM may spread the layers over several KV cache groups with block tables of their
+    own.
     """
-    made, key = tables(), (id(swa_metadata), layer.compress_ratio)
+    made = tables()
+    key = (id(swa_metadata), id(compressed_metadata), layer.compress_ratio)
     if key in made:
         return made[key]
     table = build(layer, swa_metadata, compressed_metadata, first, tokens)
