@@ -22,6 +22,8 @@ BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
 RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of a bar
 # The series that a run of throughput.py measures.
 THROUGHPUT = BACKENDS | {"drop_in": "drop-in", "fp8_experts": "fp8-experts"}
+# Those of experts that accuracy_e2e.py compares.
+EXPERTS = {"fp8_experts": "fp8-experts", "humming": "humming-experts", "humming_fp8": "humming-experts"}
 # What a result calls the GPU, by the column it is evidence for.
 MODELS = {"H100": "hopper", "H200": "hopper"}
 DETAILS = "docs/releases.md"
@@ -58,14 +60,21 @@ def of_quantised(result: dict[str, Any]) -> Checks:
         yield "quantised-linears", bar["passed"]
 
 
-# The results that are about a release, what their checks are called (None: there are none, a speed was measured),
-# and the checks.
+def of_experts(result: dict[str, Any]) -> Checks:
+    for series in {EXPERTS[name] for name, run in result["runs"].items() if name in EXPERTS and run["ok"]}:
+        yield series, True
+
+
+# The results that are about a release, what their checks or, where there are none, they themselves are called, and
+# the checks.
 RESULTS = {
     "accuracy_e2e_*.json": ("bars", of_accuracy),
+    "accuracy_e2e_*experts.json": ("accuracy", of_experts),
     "features_*.json": ("steps", of_features),
     "quantised_e2e_*.json": ("bars", of_quantised),
-    "throughput_*.json": (None, of_throughput),
+    "throughput_*.json": ("speed", of_throughput),
 }
+NO_CHECKS = ("accuracy", "speed")
 
 
 def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]]]:
@@ -85,11 +94,11 @@ def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]
             for series, passed in checks.items():
                 if not (ran := [p for p in passed if p is not None]):
                     continue
-                words = f"{sum(ran)} of {len(ran)} {what}" if what else "speed"
+                words = what if what in NO_CHECKS else f"{sum(ran)} of {len(ran)} {what}"
                 if len(ran) < len(passed):
                     words += f", {len(passed) - len(ran)} not run"
                 link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
-                counts = (sum(ran), len(ran)) if what else (0, 0)
+                counts = (0, 0) if what in NO_CHECKS else (sum(ran), len(ran))
                 found.setdefault((overlay["release"], series, gpu), []).append((link, *counts))
     return found
 

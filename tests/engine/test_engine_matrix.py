@@ -7,6 +7,7 @@ import pytest
 from smallworld import RELEASE, ROOT, SERIES, make_repo
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import support_matrix  # noqa: E402
 from support_matrix import END, START, main  # noqa: E402
 
 DROP_IN = "patches/drop-in/1.2.0"
@@ -93,6 +94,13 @@ def test_a_speed_is_no_check(repo):
     assert main([], repo) == 0
     assert "served; [speed](../benchmarks/results/throughput_a.json) on H200 |" in (repo / PAGES[1]).read_text()
     assert f"| {RELEASE} | not run | not run | not run |" in (repo / PAGES[0]).read_text()
+
+
+def test_accuracy_of_experts_is_no_check(repo):
+    runs = {"marlin": {"ok": True}, "fp8_experts": {"ok": True}, "humming": {"ok": False}}
+    add_result(repo, "accuracy_e2e_a_experts", bars=[{"bar": "", "passed": None}], runs=runs)
+    link = "[accuracy](../benchmarks/results/accuracy_e2e_a_experts.json) on H200"
+    assert support_matrix.evidence(repo) == {(RELEASE, "fp8-experts", "hopper"): [(link, 0, 0)]}
 
 
 def test_results_that_are_no_evidence(repo):
