@@ -1,7 +1,9 @@
 """Glue tests need a vLLM with the overlay: VLLM_SOURCE names a tree (see scripts/test.sh), or one is installed."""
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +25,23 @@ if spec is None or not spec.origin or not (Path(spec.origin).parent / "_dsv4_ove
 def applied() -> Path:
     """The folder that holds the applied vllm/."""
     return Path(spec.origin).parents[1]
+
+
+@pytest.fixture
+def on_0330(applied):
+    """Runs a script of this folder, which makes a model as vLLM 0.33.0 makes it, as on Hopper: its last line."""
+    release = json.loads((applied / "vllm/_dsv4_overlay/record.json").read_text())["release"]
+    if release != "0.33.0":
+        pytest.skip(f"the model is made as vLLM 0.33.0 makes it, and this is {release}")
+    env = os.environ | {"PYTHONPATH": str(applied), "CAPABILITY": "9.0", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(script, *arguments):
+        command = [sys.executable, Path(__file__).parent / script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 def specialization(value, exact, plain):
