@@ -21,17 +21,19 @@ def driver() -> Any:
     return pynvml
 
 
-def processes(gpus: list[str]) -> set[int]:
-    """Those that compute on GPUs named as in CUDA_VISIBLE_DEVICES; none is known of without a driver to ask."""
+def processes(gpus: list[str]) -> dict[int, int | None]:
+    """Those that compute on GPUs named as in CUDA_VISIBLE_DEVICES, and how many bytes of one each has, None if the
+    driver does not say; none is known of without a driver to ask."""
     try:
         ask = driver()
     except Exception:
-        return set()
-    found = set()
+        return {}
+    found = {}
     for gpu in gpus:
         by_index = gpu.isdigit()
         handle = ask.nvmlDeviceGetHandleByIndex(int(gpu)) if by_index else ask.nvmlDeviceGetHandleByUUID(gpu)
-        found |= {process.pid for process in ask.nvmlDeviceGetComputeRunningProcesses(handle)}
+        running = ask.nvmlDeviceGetComputeRunningProcesses(handle)
+        found |= {process.pid: process.usedGpuMemory for process in running}
     return found
 
 

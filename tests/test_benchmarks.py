@@ -586,9 +586,12 @@ def test_samples_of_the_gpu(monkeypatch):
         assert watch.summary().startswith("no samples: ")
 
 
-@pytest.mark.parametrize("gpus, found", [(["1"], {7, 8}), (["0"], set()), (["GPU-b", "0"], {7, 8})])
+HELD = {7: 2**30, 8: None}
+
+
+@pytest.mark.parametrize("gpus, found", [(["1"], HELD), (["0"], {}), (["GPU-b", "0"], HELD)])
 def test_processes_on_the_gpus_at_hand(monkeypatch, gpus, found):
-    running = {"a": [], "b": [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]}
+    running = {"a": [], "b": [SimpleNamespace(pid=pid, usedGpuMemory=of) for pid, of in HELD.items()]}
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda i: "ab"[i],
@@ -598,7 +601,7 @@ def test_processes_on_the_gpus_at_hand(monkeypatch, gpus, found):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert gpu_watch.processes(gpus) == found
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_watch.processes(gpus) == set()
+    assert gpu_watch.processes(gpus) == {}
 
 
 SCRIPTS = {
