@@ -86,6 +86,7 @@ from e2e import (
     make_prompts,
     model_settings,
     need_gpus,
+    node_environment,
     positions,
     positive,
     positives,
@@ -242,12 +243,19 @@ def child(job: dict[str, Any]) -> None:
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
             **spec["compilation"],
         }
-    if job["tp"] > 1 and ranks_share_a_gpu():
-        kwargs |= start_nodes(kwargs)[0]
-    # Not before each node has a GPU of its own: CUDA takes none that is named twice.
+    if ranks_share_a_gpu():  # CUDA takes none that is named twice
+        if job["tp"] > 1:
+            kwargs |= start_nodes(kwargs)[0]
+        else:
+            os.environ.update(node_environment(0))
     import_flashinfer()
     if "stand_in" in spec:
         stand_in(spec["stand_in"])
+    if "rounded_like" in spec:
+        import rounded_inputs
+
+        rounding = rounded_inputs.Rounding(Path(spec["rounded_like"]))
+        rounding.install()
     import torch
     from vllm import LLM, SamplingParams
 
@@ -314,6 +322,8 @@ def child(job: dict[str, Any]) -> None:
     if "served_by" in spec:
         meta["calls"] = llm.collective_rpc("drop_in_calls")
         check_served(spec["served_by"], meta["calls"])
+    if "rounded_like" in spec and (missed := rounding.missed()):
+        raise RuntimeError(f"inputs of {', '.join(missed)} were not rounded")
     try:
         config = llm.llm_engine.vllm_config
         meta["cache_dtype"] = str(config.cache_config.cache_dtype)

@@ -25,12 +25,25 @@ KINDS = ("wq_b", "weights_proj", "indexer", "norm", "embed_tokens")
 V4, V32 = ("fused_wqa_wkv", "fused_wkv_wgate", "ape"), ("fused_qkv_a_proj", "wk_weights_proj")
 PROJECTIONS = {"wq_b", "weights_proj", *V4[:2], *V32}
 FP8_STD = 16.0  # of E4M3 values; their scale makes up for it
+# Of random bits as two E2M1 numbers a byte, or as 4-bit integers from -8 on.
+E2M1_STD, INT4_STD = 2.93, 4.61
 EXPERT_SCALE = 127 - 8  # the byte of 2^-8; random FP4 values have a standard deviation of 2.9
 
 
 def generator(name: str, device: torch.device) -> torch.Generator:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     return torch.Generator(device).manual_seed(seed)
+
+
+def fill_four_bits(name: str, module: torch.nn.Module, tensor: torch.Tensor, std: float) -> None:
+    """NVFP4 as ModelOpt has it, or integers in GPTQ's packing."""
+    tensor.view(torch.uint8).random_(0, 256, generator=generator(name, tensor.device))
+    if hasattr(module, "qzeros"):
+        module.qzeros.data.fill_(0x77777777)  # 8, stored as one less
+        module.scales.data.fill_(std / INT4_STD)
+    else:
+        module.weight_scale.data.copy_(torch.ones(module.weight_scale.shape))
+        module.weight_scale_2.data.fill_(std / E2M1_STD)
 
 
 @torch.no_grad()
@@ -51,10 +64,15 @@ def seed_weights(model: torch.nn.Module) -> list[str]:
         last = path.rsplit(".", 1)[-1]
         for key, parameter in module.named_parameters(recurse=False):
             name, tensor = f"{path}.{key}", parameter.data
-            if key == "weight" and last in PROJECTIONS:
-                std = 1 / math.sqrt(tensor.shape[1])
-                scale = getattr(module, "weight_scale_inv", None)
+            if last in PROJECTIONS and key in ("weight", "qweight"):
+                std = 1 / math.sqrt(getattr(module, "input_size_per_partition", module.input_size))
+                if not tensor.is_floating_point():
+                    fill_four_bits(name, module, tensor, std)
+                    done.append(name)
+                    continue
                 if tensor.dtype.itemsize == 1:
+                    scale = getattr(module, "weight_scale_inv", None)
+                    scale = module.weight_scale if scale is None else scale
                     scale.data.copy_(torch.full(scale.shape, 2.0 ** round(math.log2(std / FP8_STD))))
                     std = FP8_STD
                 normal(name, tensor, std)

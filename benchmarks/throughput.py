@@ -40,6 +40,9 @@ vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 lea
 too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded: tokens spread
 over the experts even by routers of near-zero weights.
 
+With --lock FILE several commands start beside each other, and one at a time measures; lock the file with flock(1) until
+all have started.
+
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
 
@@ -120,24 +123,42 @@ def kind(run: str) -> str:
     return run.split("-")[0]
 
 
-def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]:
-    """config.json of V4-Flash's shape, or of a GPU's share among `share_of`, routed by hash in all layers. Experts
-    are MXFP4 and the rest FP8 blocks, as DeepSeek's, or all as in `layout`."""
+def flash_shape(share_of: int = 1, experts: int = 256) -> Any:
+    """V4-Flash's sizes, or those of a GPU's share among `share_of`, routed by hash in all layers."""
     sys.path.insert(0, str(SCRIPTS))
-    from make_mini_checkpoint import LAYOUTS, Shape, model_config
+    from make_mini_checkpoint import Shape
 
-    shape = Shape(
+    return Shape(
         layers=43,
         heads=64 // share_of,
         o_groups=8 // share_of,
         compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0),
         hash_layers=43,
-        experts=256,
+        experts=experts,
         moe_intermediate=2048 // share_of,
         vocab=129280 // share_of,
         fp8_wo_b=True,
     )
+
+
+def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]:
+    """config.json of that. Experts are MXFP4 and the rest FP8 blocks, as DeepSeek's, or all as in `layout`."""
+    shape = flash_shape(share_of)
+    from make_mini_checkpoint import LAYOUTS, model_config
+
     return model_config(shape, LAYOUTS[layout]()) if layout else model_config(shape) | {"expert_dtype": "fp4"}
+
+
+def write_model(args: argparse.Namespace) -> None:
+    """config.json of a model that is made here, and of a layout the names of its tensors, which say what vLLM has to
+    make: with one expert, which stands for all."""
+    args.model.mkdir(exist_ok=True)
+    (args.model / "config.json").write_text(json.dumps(args.made, indent=1))
+    if args.layout:
+        from make_mini_checkpoint import LAYOUTS, Recipe
+        from mini_checkpoint.writer import write_names
+
+        write_names(args.model, Recipe(flash_shape(experts=1), 0, LAYOUTS[args.layout]()))
 
 
 def sparse_mla_config(model: str, layers: int, share_of: int = 1) -> dict[str, Any]:
@@ -207,6 +228,11 @@ def child(job: dict[str, Any]) -> None:
     cache = engine.vllm_config.cache_config
     save(seconds_start=round(time.perf_counter() - start, 1), gpu_blocks=cache.num_gpu_blocks)
     log(f"started in {result['seconds_start']} s")
+    if job["lock"]:
+        from filelock import FileLock
+
+        held = FileLock(job["lock"]).acquire()  # until this process ends  # noqa: F841
+        log("measuring")
     rng = np.random.default_rng(0)
     sent = 0
 
@@ -349,6 +375,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
+    parser.add_argument("--lock", type=Path, help="start beside others, and measure only while this file is locked")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
     if args.layers < 4:
@@ -389,7 +416,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
     return {
         "run": run,
         "model": str(args.model),
-        "weights": (args.model / "model.safetensors.index.json").is_file(),
+        "weights": args.made is None and (args.model / "model.safetensors.index.json").is_file(),
         "vocab": args.config["vocab_size"],
         "tp": args.tp,
         "batches": args.batches,
@@ -401,19 +428,19 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "decode_tokens": decode_tokens,
         "kv_gib": args.kv_gib,
         "out": str(args.work / f"{run}.json"),
+        "lock": args.lock and str(args.lock.absolute()),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     need_gpus(args.tp)
-    if others := processes(visible_gpus()[: args.tp]):
+    if not args.lock and (others := processes(visible_gpus()[: args.tp])):
         numbers = ", ".join(map(str, sorted(others)))
         sys.exit(f"error: other processes ({numbers}) use the GPU, which would be measured too; end them first.")
     prepare(args)
     if args.made:
-        args.model.mkdir(exist_ok=True)
-        (args.model / "config.json").write_text(json.dumps(args.made, indent=1))
+        write_model(args)
     settings = {
         "model_config": json.loads((args.model / "config.json").read_text()),
         "tp": args.tp,
@@ -421,7 +448,7 @@ def main(argv: list[str] | None = None) -> int:
         "context_asked": args.context,
         "max_num_batched_tokens": args.batch_tokens,
         "kv_gib": args.kv_gib,
-        "weights": "real" if (args.model / "model.safetensors.index.json").is_file() else "dummy, seeded",
+        "weights": "real" if make_job(args, args.runs[0], None)["weights"] else "dummy, seeded",
     }
     where = machine()
     results = kept(args.out, where)

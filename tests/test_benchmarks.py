@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import accuracy_e2e  # noqa: E402
@@ -19,6 +21,7 @@ import features_e2e  # noqa: E402
 import gpu_watch  # noqa: E402
 import long_context  # noqa: E402
 import quantised_e2e  # noqa: E402
+import rounded_inputs  # noqa: E402
 import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
 from features import comparison, one_gpu, parent, run  # noqa: E402
@@ -535,6 +538,25 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
+def test_throughput_beside_others_waits_for_the_lock(tmp_path, monkeypatch):
+    """And the index of a layout's tensors is written, by which vLLM makes its layers."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(throughput, "processes", lambda gpus: {7})
+    jobs = []
+    monkeypatch.setattr(throughput, "run_child", lambda command, *_: (jobs.append(command[-1]), ("1", 0.0))[1])
+    monkeypatch.setattr(throughput, "tail", lambda path: "")
+    monkeypatch.setattr(throughput, "collect", lambda *_: {"ok": False})
+    asked = ["--model", "flash", "--share-of", "8", "--layout", "nvfp4-experts", "--runs", "drop_in"]
+    asked += ["--out", str(tmp_path / "x.json"), "--work", str(tmp_path / "work")]
+    assert throughput.main([*asked, "--lock", str(tmp_path / "lock")]) == 1
+    job = json.loads(Path(jobs[0]).read_text())
+    assert job["lock"] == str(tmp_path / "lock") and job["weights"] is False
+    names = json.loads((tmp_path / "work/flash/model.safetensors.index.json").read_text())["weight_map"]
+    assert {"layers.42.ffn.experts.0.w1.weight_scale_2", "layers.42.attn.wq_b.scale"} <= names.keys()
+    with pytest.raises(SystemExit, match="other processes"):
+        throughput.main(asked)
+
+
 def test_throughput_of_v32(tmp_path, capsys):
     """A share of V3.2's real sizes, by each backend; ratios are to FlashMLA over the same cache."""
     asked = ["--model", "v3.2", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
@@ -707,6 +729,24 @@ def test_numbers_that_make_no_sense(refuses, script, option, value):
 def test_layouts_and_caches_that_there_are_not(refuses):
     assert "--layouts names nope; there are nvfp4, " in refuses(quantised_e2e, "--layouts", "nvfp4,nope")
     assert "invalid choice: 'nope'" in refuses(quantised_e2e, "--kv", "nope")
+
+
+@pytest.mark.parametrize("group, groups", [(128, 3), (None, 1)])
+def test_rounded_inputs_are_e4m3_with_a_power_of_two_a_group(group, groups):
+    torch.manual_seed(0)
+    x = torch.randn(5, 384) * torch.logspace(-6, 6, 5, 10).unsqueeze(1)
+    x[2] = 0
+    x = x.bfloat16()
+    found = rounded_inputs.rounded(x, group)
+    assert found.dtype == x.dtype and found.shape == x.shape
+    for token, row in enumerate(x.view(5, groups, -1)):
+        for values, of in zip(row.double(), found.view(5, groups, -1)[token].double(), strict=True):
+            power = 2.0 ** math.ceil(math.log2(max(values.abs().max().item(), 1e-30) / 448))
+            scaled = (of / power).float()
+            assert torch.equal(scaled.to(torch.float8_e4m3fn).float(), scaled)  # E4M3 values, exactly
+            # To the nearest: of 3 bits after the point, or of 2^-9 below the least normal number.
+            assert ((of - values).abs() <= (values.abs() / 16).clamp(min=power * 2**-10)).all()
+    assert not torch.equal(found, x)
 
 
 def test_secrets_are_no_part_of_a_result(monkeypatch):

@@ -16,6 +16,8 @@ from .layouts import Fp8Blocks
 from .recipe import BaseRecipe, Entry
 from .tokenizer import write_tokenizer
 
+INDEX = "model.safetensors.index.json"
+
 
 def store(entry: Entry, layout: Fp8Blocks) -> tuple[dict[str, torch.Tensor], str]:
     """The stored tensors, and a line about the values."""
@@ -25,6 +27,14 @@ def store(entry: Entry, layout: Fp8Blocks) -> tuple[dict[str, torch.Tensor], str
     if kind != "i32":
         line += f" std {w.float().std(correction=0):8.4f}  absmax {w.abs().max():8.3f}"
     return layout.store(name, kind, w), line
+
+
+def write_names(out: Path, recipe: BaseRecipe) -> None:
+    """The index of the tensors of a checkpoint that is not there, for a model with dummy weights."""
+    entries = (entry for _, shard in recipe.shards() for entry in shard)
+    block = torch.zeros(128, 128)
+    names = (name for entry in entries for name in recipe.layout.store(entry.name, entry.kind, block))
+    write_json(out / INDEX, {"weight_map": dict.fromkeys(names, "none")})
 
 
 def refuse_other_weights(out: Path, config: dict) -> None:
@@ -78,7 +88,7 @@ def write_checkpoint(
     finally:
         torch.set_num_threads(torch_threads)
     write_json(
-        out / "model.safetensors.index.json",
+        out / INDEX,
         {"metadata": {"total_size": total}, "weight_map": index},
     )
     write_tokenizer(out, recipe.s.vocab, recipe.special_tokens)

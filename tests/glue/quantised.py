@@ -20,6 +20,9 @@ from unittest.mock import MagicMock
 
 import hopper
 import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from rounded_inputs import Rounding  # noqa: E402
 from safetensors import safe_open
 
 
@@ -54,6 +57,7 @@ from vllm.dsv4_overlay import quantised_linears  # noqa: E402
 from vllm.dsv4_overlay.weight_formats import dequantise  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.kernels.linear import _POSSIBLE_NVFP4_KERNELS  # noqa: E402
+from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.platforms import PlatformEnum  # noqa: E402
 
@@ -174,8 +178,19 @@ def look(name, layer, layers, reference):
     return result
 
 
+def spread(layer):
+    """The standard deviation of a weight times the root of its inputs, which is one in the seeded weights."""
+    parameters = dict(layer.named_parameters(recurse=False))
+    if set(parameters) == {"weight"}:
+        weight = parameters["weight"].float()
+    else:
+        weight = dequantise(parameters, getattr(layer, "logical_widths", None))
+    return float(weight.std() * weight.shape[1] ** 0.5)
+
+
 def run(folder):
     Log.lines.clear()
+    has_weights = any(Path(folder).glob("*.safetensors"))
     config = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -183,17 +198,27 @@ def run(folder):
         max_model_len=4096,
         kv_cache_dtype="fp8",
         enforce_eager=True,
+        load_format="auto" if has_weights else "dummy",
         speculative_config={"method": "mtp", "num_speculative_tokens": 1},
     ).create_engine_config()
     logging.getLogger("vllm").addHandler(LOG)  # vLLM has configured its log by now, which removes handlers
     reference = Path(f"{folder}-bf16")
     reference = dict(tensors(reference)) if reference.is_dir() else None
     layers = config.model_config.hf_config.num_hidden_layers
+    rounding = Rounding(Path(folder)) if reference else None
     result = {"layers": {}, "unloaded": []}
     for model_class in (None, DeepSeekV4MTP):
         with set_current_vllm_config(config):
             config.compilation_config.static_forward_context.clear()
             model = initialize_model(vllm_config=config, model_class=model_class)
+            if not has_weights:
+                import seeded_weights  # registers a loader in place of vLLM's
+
+                get_model_loader(config.load_config).load_weights(model, config.model_config)
+                named = [(name.replace(".mla_attn.", "."), layer) for name, layer in model.named_modules()]
+                projections = [pair for pair in named if pair[0].rpartition(".")[2] in seeded_weights.PROJECTIONS]
+                result["seeded"] = {name: spread(layer) for name, layer in projections}
+                break
             loaded = model.load_weights(tensors(folder))
         result["unloaded"] += sorted(set(dict(model.named_parameters())) - loaded)
         for name, layer in model.named_modules():
@@ -201,6 +226,10 @@ def run(folder):
                 # By the same names in all releases.
                 shown = name.replace(".mla_attn.", ".").removesuffix(".routed_experts")
                 result["layers"][shown] = look(name, layer, layers, reference)
+                if rounding:
+                    x = torch.ones(1, 128)
+                    result["layers"][shown]["rounded"] = rounding.input_of(layer, x) is not x
+    result["missed"] = rounding.missed() if rounding else None
     result["adapted"] = hasattr(config.quant_config, "dsv4_checkpoint")
     result["kernels"] = [kernel.__name__ for kernel in _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]]
     return result | {"log": list(Log.lines)}

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     gptq_int4,
     modelopt_nvfp4,
 )
+from mini_checkpoint.writer import write_names  # noqa: E402
 from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
 
 TINY = mini.Shape(
@@ -129,6 +131,17 @@ def edited(folder, new, more=(), without=r"(?!)"):
 
 
 @pytest.fixture(scope="session")
+def dummies(patched, tmp_path_factory):
+    """Of each layout a folder that holds config.json alone, for throughput.py."""
+    folder = tmp_path_factory.mktemp("dummy")
+    for name in QUANTISED:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(mini.model_config(TINY, LAYOUTS[name]())))
+        write_names(folder / name, mini.Recipe(replace(TINY, experts=1), 0, LAYOUTS[name]()))
+    return load(patched, {name: folder / name for name in QUANTISED})
+
+
+@pytest.fixture(scope="session")
 def loaded(patched, checkpoints, tmp_path_factory):
     folder, nvfp4 = tmp_path_factory.mktemp("edited"), checkpoints["nvfp4"]
     more = {
@@ -161,6 +174,31 @@ def test_linears_have_the_method_of_their_tensors(loaded, layout):
     assert found == dict.fromkeys(EVERY_LINEAR, linears) | others
     assert layers["model.layers.1.ffn.experts"] == experts
     assert layers["model.layers.3.mtp_block.attn.wq_b"] == drafts
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_dummy_weights_of_a_layout_are_seeded(dummies, layout):
+    """Of benchmarks/seeded_weights.py: projections have the size of trained ones in every format."""
+    assert "error" not in dummies[layout], dummies[layout]
+    seeded = dummies[layout]["seeded"]
+    names = ("attn.fused_wqa_wkv", "attn.wq_b", *EVERY_LINEAR[-4:])
+    assert {name for name in seeded if ".layers.1." in name} == {f"model.layers.1.{name}" for name in names}
+    assert all(0.6 < value < 1.5 for value in seeded.values()), seeded
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_whose_inputs_the_reference_of_a_layout_rounds(loaded, layout):
+    """Of benchmarks/rounded_inputs.py: those of all FP8 linears, by the names that vLLM's layers have."""
+    found = loaded[layout]
+    rounded = {name for name, layer in found["layers"].items() if layer.get("rounded")}
+    none = {"nvfp4": set(EVERY_LINEAR), "autoround": set(EVERY_LINEAR)}
+    plain = none.get(layout, {name for name, method in EXPECTED[layout][1].items() if method == PLAIN})
+    if layout == "ct-fp8-tensor":
+        plain |= {"attn.wo_a"}  # expanded to BF16
+    assert rounded & {f"model.layers.1.{name}" for name in EVERY_LINEAR} == {
+        f"model.layers.1.{name}" for name in EVERY_LINEAR if name not in plain
+    }
+    assert not found["missed"] and not any("experts" in name and "shared" not in name for name in rounded)
 
 
 @pytest.mark.parametrize("layout", ["nvfp4", "autoround", "ct-fp8-tensor"])
@@ -292,8 +330,8 @@ def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, need
 def test_dsparks_draft_is_refused_where_the_series_has_work(monkeypatch, needed):
     monkeypatch.setattr(quantised_linears, "_needed", lambda *_: needed)
     config = SimpleNamespace(
-        quant_config=SimpleNamespace(), model_config=None, load_config=SimpleNamespace(load_format="dummy"),
-        speculative_config=SimpleNamespace(method="dspark"),
+        quant_config=SimpleNamespace(), model_config=SimpleNamespace(model="none"),
+        load_config=SimpleNamespace(load_format="dummy"), speculative_config=SimpleNamespace(method="dspark"),
     )  # fmt: skip
     if not needed:
         return quantised_linears.adapt(config)

@@ -119,7 +119,7 @@ def adapt(vllm_config: "VllmConfig") -> None:
         return
     model, load = vllm_config.model_config, vllm_config.load_config
     checkpoint = None
-    if load.load_format != "dummy":
+    if load.load_format != "dummy" or Path(model.model).is_dir():
         checkpoint = _read(model.model, model.revision)
     if not _needed(quant_config, checkpoint):
         return
@@ -201,18 +201,25 @@ def block_scale(wo_a: torch.nn.Module) -> torch.Tensor:
     return wo_a.weight_scale if scale is None else scale
 
 
-def grouped_product(
+def without_rope(
     attention: torch.nn.Module, o: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """What `wo_a` makes of the heads `o` [tokens, heads, head_dim], their RoPE undone,
-    with a weight that is not quantised: [tokens, groups, o_lora_rank], of o's dtype."""
+    """The heads `o` [tokens, heads, head_dim] with their RoPE undone, of o's dtype."""
     rope = attention.rope_head_dim
     cos, sin = (
         attention.rotary_emb.cos_sin_cache[positions].float().unsqueeze(1).chunk(2, -1)
     )
     even, odd = o[..., -rope:].float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1)
-    o = torch.cat((o[..., :-rope], turned.flatten(-2).to(o.dtype)), -1)
+    return torch.cat((o[..., :-rope], turned.flatten(-2).to(o.dtype)), -1)
+
+
+def grouped_product(
+    attention: torch.nn.Module, o: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """What `wo_a` makes of the heads `o` [tokens, heads, head_dim], their RoPE undone,
+    with a weight that is not quantised: [tokens, groups, o_lora_rank], of o's dtype."""
+    o = without_rope(attention, o, positions)
     groups = attention.n_local_groups
     weight = attention.wo_a.weight.view(groups, attention.o_lora_rank, -1)
     return torch.einsum("tgd,grd->tgr", o.reshape(o.shape[0], groups, -1), weight)
