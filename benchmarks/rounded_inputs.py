@@ -1,10 +1,12 @@
 """Inputs of linears rounded as vLLM's FP8 kernels round them, in a model whose weights are BF16.
 
-So a checkpoint's values, dequantised, give what its layout costs in all: an FP8 linear of vLLM rounds its input to
-E4M3 too, one scale for 128 values of a token where the weight has blocks, and one for a token where it has one scale.
-Here scales are powers of two, by which E4M3 values are exact in BF16, and products are those of BF16 linears.
+So a checkpoint's values, dequantised, give what its layout costs in all: an FP8 linear of vLLM rounds its input
+to E4M3 too, with one scale for 128 values of a token where the weight has blocks, and one for a token where it has
+one scale. Here scales are powers of two, by which E4M3 values are exact in BF16, and products are those of BF16
+linears.
 
-For vLLM 0.22.1 or later with the series quantised-linears, in the process that runs the model, without torch.compile.
+For vLLM 0.22.1 or later with the series quantised-linears, in the process that runs the model, without
+torch.compile.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ Those of DeepSeek V3.2 and GLM-5, with the drop-in off:
 
     flashmla_bf16, flashmla_fp8    FLASHMLA_SPARSE on a BF16 cache / the rows of 656 bytes
     sparse_bf16, sparse_fp8        MLA_KERNELS_SPARSE on the same
+    fa3_bf16                       FLASH_ATTN_MLA_SPARSE, which vLLM 0.33.0 has; only if --runs names it
 
 Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
 batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by full CUDA
@@ -40,8 +41,8 @@ vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 lea
 too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded: tokens spread
 over the experts even by routers of near-zero weights.
 
-With --lock FILE several commands start beside each other, and one at a time measures; lock the file with flock(1) until
-all have started.
+With --lock FILE several commands start beside each other, each with a --work of its own, and one at a time
+measures; lock the file with flock(1) until all have started. They may share OUT.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
@@ -53,7 +54,9 @@ profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, du
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import json
 import math
 import re
@@ -61,6 +64,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +106,11 @@ RUNS = {
 ON_REQUEST = {
     "fp8_experts": STOCK | {"moe_backend": "marlin", "additional_config": {"dsv4_fp8_experts": 2048}}
 }
+FA3 = {"fa3_bf16": {"attention_backend": "FLASH_ATTN_MLA_SPARSE", "kv_cache_dtype": "bfloat16"}}
+SPARSE_RUNS = SPARSE_MLA | FA3
+BASE = SPARSE_MLA_BASE | {"fa3_bf16": "flashmla_bf16"}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
-               **dict.fromkeys(SPARSE_MLA, STOCK_KERNELS)}  # fmt: skip
+               **dict.fromkeys(SPARSE_RUNS, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 LEAST_CONTEXT = 2304
@@ -116,6 +123,17 @@ REPORTS = re.compile(
 
 
 DUMMY_WEIGHTS = {"load_format": "dummy", "worker_extension_cls": "seeded_weights.SeededWeights"}
+
+
+@contextlib.contextmanager
+def locked(path: Path | str | None) -> Iterator[None]:
+    """While the context is open, if there is a file to lock."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def kind(run: str) -> str:
@@ -150,8 +168,8 @@ def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]
 
 
 def write_model(args: argparse.Namespace) -> None:
-    """config.json of a model that is made here, and of a layout the names of its tensors, which say what vLLM has to
-    make: with one expert, which stands for all."""
+    """config.json of a model that is made here; of a layout also the names of its tensors, by which vLLM knows
+    what to make, with one expert for all."""
     args.model.mkdir(exist_ok=True)
     (args.model / "config.json").write_text(json.dumps(args.made, indent=1))
     if args.layout:
@@ -193,7 +211,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         model=job["model"],
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
-        block_size=64 if kind(job["run"]) in SPARSE_MLA else 256,
+        block_size=64 if kind(job["run"]) in SPARSE_RUNS else 256,
         max_model_len=job["max_model_len"],
         max_num_batched_tokens=job["batch_tokens"],
         max_num_seqs=max(*batches, PREFILL_PROMPTS),
@@ -202,8 +220,10 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         enable_flashinfer_autotune=False,
         compilation_config=graphs,
         seed=0,
+        # Beside others: vLLM only checks that this share is free, as the cache's size is given.
+        **({"gpu_memory_utilization": 0.05} if job["lock"] else {}),
         **weights,
-        **(RUNS | ON_REQUEST | SPARSE_MLA)[kind(job["run"])],
+        **(RUNS | ON_REQUEST | SPARSE_RUNS)[kind(job["run"])],
     )
 
 
@@ -228,11 +248,8 @@ def child(job: dict[str, Any]) -> None:
     cache = engine.vllm_config.cache_config
     save(seconds_start=round(time.perf_counter() - start, 1), gpu_blocks=cache.num_gpu_blocks)
     log(f"started in {result['seconds_start']} s")
-    if job["lock"]:
-        from filelock import FileLock
-
-        held = FileLock(job["lock"]).acquire()  # until this process ends  # noqa: F841
-        log("measuring")
+    held = contextlib.ExitStack()
+    held.enter_context(locked(job["lock"]))
     rng = np.random.default_rng(0)
     sent = 0
 
@@ -308,6 +325,7 @@ def child(job: dict[str, Any]) -> None:
         log(f"decode {batch}: {rate:.0f} tokens/s, {1e3 * batch / rate:.2f} ms a step")
     engine.abort_request(running)
     save(done=True)
+    held.close()
 
 
 def collect(job: dict[str, Any], log_file: Path, status: Any, seconds: float) -> dict[str, Any]:
@@ -339,7 +357,7 @@ def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], st
     lines = [f"{'tokens/s':13s}" + "".join(f"{h:>24s}" for h in head) + f"{'KV tokens/GiB':>16s}"]
     for name, columns in rates.items():
         cells = []
-        base = rates.get(SPARSE_MLA_BASE.get(name, "flashmla"), nothing)
+        base = rates.get(BASE.get(name, "flashmla"), nothing)
         for title, values, others in zip(head, columns, base, strict=True):
             text = f"{statistics.median(values):.0f}" if values else "-"
             if values and others and not name.startswith("flashmla"):
@@ -366,7 +384,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", help="of flash, as make_mini_checkpoint.py names it")
     parser.add_argument("--out", type=Path, required=True, help="the results, JSON; runs already in it are kept")
     parser.add_argument("--work", type=Path, help="logs (default: OUT without suffix)")
-    parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all but fp8_experts)")
+    parser.add_argument("--runs", help="comma-separated; flashmla goes first (default: all that need no naming)")
     parser.add_argument("--repeat", type=positive, default=1, help="starts of every run (default: %(default)s)")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", type=positives, default=[1, 16, 64, 128])
@@ -375,7 +393,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
-    parser.add_argument("--lock", type=Path, help="start beside others, and measure only while this file is locked")
+    parser.add_argument("--lock", type=Path, help="start beside others; measure with this file locked")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
     if args.layers < 4:
@@ -397,8 +415,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not args.made and not (args.model / "config.json").is_file():
         parser.error(f"{args.model} has no config.json; give a checkpoint's folder, or: {', '.join(MADE)}")
     args.config = args.made or model_settings(args.model)
-    there = list(SPARSE_MLA if has_sparse_mla(args.config) else RUNS | ON_REQUEST)
-    runs = [r for r in args.runs.split(",") if r] if args.runs else [r for r in there if r not in ON_REQUEST]
+    there = list(SPARSE_RUNS if has_sparse_mla(args.config) else RUNS | ON_REQUEST)
+    by_default = [run for run in there if run not in ON_REQUEST | FA3]
+    runs = [r for r in args.runs.split(",") if r] if args.runs else by_default
     unknown = [r for r in runs if r not in there]
     if unknown:
         parser.error(f"unknown runs {unknown}; there are {there}")
@@ -451,10 +470,12 @@ def main(argv: list[str] | None = None) -> int:
         "weights": "real" if make_job(args, args.runs[0], None)["weights"] else "dummy, seeded",
     }
     where = machine()
-    results = kept(args.out, where)
-    if results.get("settings") != settings:
-        results = {"settings": settings, "runs": {}}
-    runs = results["runs"]
+
+    def results_so_far() -> dict[str, Any]:
+        results = kept(args.out, where)
+        return results if results.get("settings") == settings else {"settings": settings, "runs": {}}
+
+    runs = results_so_far()["runs"]
     for name in args.runs:
         context = next((r["context"] for other, r in runs.items() if other != name and r.get("context")), None)
         job = make_job(args, name, context)
@@ -466,15 +487,19 @@ def main(argv: list[str] | None = None) -> int:
         env = child_environment(**ENVIRONMENT.get(kind(name), {}))
         with Watch() as watch:
             status, seconds = run_child(command, log_file, env, args.timeout)
-            runs[name] = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
-        runs[name]["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        runs[name]["command"] = shlex.join(sys.argv)
-        log(f"{name}: {'done' if runs[name]['ok'] else f'FAILED ({status})'} in {seconds} s")
-        if not runs[name]["ok"]:
+            found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
+        found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        found["command"] = shlex.join(sys.argv)
+        log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")
+        if not found["ok"]:
             print(tail(log_file), flush=True)
-        ratios, text = report(runs, args.batches)
-        results |= {"machine": where, "ratio_to_flashmla": ratios}
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        with locked(args.lock):  # another command may have written meanwhile
+            results = results_so_far()
+            runs = results["runs"]
+            runs[name] = found
+            ratios, text = report(runs, args.batches)
+            results |= {"machine": where, "ratio_to_flashmla": ratios}
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(text, flush=True)
     print(f"results in {args.out}")
     return 0 if all(runs[name]["ok"] for name in args.runs) else 1
