@@ -85,11 +85,17 @@ struct Call : RowParams {
   __device__ __forceinline__ int in_parts(uint32_t x) const {
     return static_cast<int>(uint64_t{x} * inverse_parts >> 32);
   }
-  // Of units that are parts, in the workspace: outputs, divided by their sums of weights, as the threads of the two
-  // output warpgroups have them, 32 times 4 a thread; behind those of all units maxima, sums and largest scores,
-  // [units][3][kHeads].
-  __device__ __forceinline__ float4* outputs_of(int unit, int warp, int lane) const {
-    return static_cast<float4*>(workspace) + (static_cast<int64_t>(unit - whole) * 8 + warp) * 32 * 32 + lane;
+  // Of units that are parts, in the workspace: sums of weights times values, as the threads of the two output
+  // warpgroups have them, [units][8 warps][4 times 64 dimensions][2 halves][2 heads][32 lanes] 8 values, fp16; behind
+  // those of a warp the powers of two that they were divided by, [4][32 lanes][2 heads], BF16; and behind those of all
+  // units maxima, sums of weights and largest scores, [units][3][kHeads].
+  static constexpr int kChunks = 4 * 2 * 2 * 32, kPowerChunks = 4 * 32 * 4 / 16;  // of 16 bytes, a warp
+  __device__ __forceinline__ uint4* outputs_of(int unit, int warp, int lane) const {
+    const int64_t warps = static_cast<int64_t>(unit - whole) * 8 + warp;
+    return static_cast<uint4*>(workspace) + warps * (kChunks + kPowerChunks) + lane;
+  }
+  __device__ __forceinline__ uint32_t* powers_of(int unit, int warp, int lane) const {
+    return reinterpret_cast<uint32_t*>(outputs_of(unit, warp, kChunks)) + lane;
   }
   __device__ __forceinline__ float* statistics_of(int unit) const {
     return reinterpret_cast<float*>(outputs_of(units, 0, 0)) + static_cast<int64_t>(unit - whole) * 3 * kHeads;

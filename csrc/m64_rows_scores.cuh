@@ -266,11 +266,10 @@ struct Scores : Storage<FORMAT> {
           for (int h = 0; h < 2; ++h) {
             sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
             sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            float at = sink[h] * kLog2e, by = p.bmm2;
-            if (i >= p.whole) at = -INFINITY, by = 1.f;  // that of a part is an average of its keys alone
+            const float at = sink[h] * kLog2e;
             const float shift = fmaxf(maximum[h], at), weight = exp2_fast(maximum[h] - shift);
             const float total = sum[h] * weight + exp2_fast(at - shift);
-            if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? by * weight / total : 0.f;
+            if (t == 0) floats(L::kFactor)[odd * kHeads + row + h * 8] = total > 0.f ? p.bmm2 * weight / total : 0.f;
           }
         }
         fence_async();

@@ -114,6 +114,29 @@ struct Outputs : Storage<FORMAT> {
     for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
   }
 
+  // Quarter c of this warpgroup's dimensions: 16 values of each of two heads, divided by a power of two so that fp16
+  // holds them, whatever they are.
+  __device__ __forceinline__ void write_part(int unit, int c, const float* o) const {
+    float largest[2] = {}, inverse[2];
+    uint32_t powers[2];
+#pragma unroll
+    for (int j = 0; j < 32; ++j) largest[j / 2 % 2] = fmaxf(largest[j / 2 % 2], fabsf(o[j]));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 power = power_below(__float_as_uint(largest[h]) >> 16);
+      powers[h] = __float_as_uint(power.x), inverse[h] = power.y;
+    }
+    p.powers_of(unit, warp, lane)[c * 32] = __byte_perm(powers[0], powers[1], 0x7632);
+    uint4* const to = p.outputs_of(unit, warp, lane) + c * 4 * 32;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* const x = o + j / 2 * 16 + j % 2 * 2;
+      const float by = inverse[j % 2];
+      to[j * 32] = make_uint4(pack_half(x[0] * by, x[1] * by), pack_half(x[4] * by, x[5] * by),
+                              pack_half(x[8] * by, x[9] * by), pack_half(x[12] * by, x[13] * by));
+    }
+  }
+
   __device__ __forceinline__ void multiply() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
     uint32_t tile = 0, odd = 0, entry = 0;
@@ -181,12 +204,7 @@ struct Outputs : Storage<FORMAT> {
 #pragma unroll
           for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
         if (i >= p.whole) {
-          float4* const to = p.outputs_of(i, warp, lane) + c * 8 * 32;
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const float* const x = o + c * 32 + j * 4;
-            to[j * 32] = make_float4(x[0] * factor[0], x[1] * factor[0], x[2] * factor[1], x[3] * factor[1]);
-          }
+          write_part(i, c, o + c * 32);
           continue;
         }
         uint32_t packed[4][4];  // [head, 32 dimensions][block of 8]
@@ -247,8 +265,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
 #endif
 }
 
-// Items whose keys were divided: 256 threads, which have places in an output as those above, for 32 of a thread's 256
-// values. Averages of parts are weighted by their sums, in the order of the keys.
+// Items whose keys were divided: 256 threads, which have places in an output as those above, for 16 of a thread's 128
+// values. Parts are added in the order of their keys.
 constexpr int kMergeBlocks = 8;  // an item
 __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_constant__ Call p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -269,25 +287,23 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
     shift[h] = fmaxf(maximum[h], sink[h]);
     total[h] = exp2_fast(sink[h] - shift[h]);
   }
-  float o[16] = {};
+  float o[2][8] = {};
 #pragma unroll 2
   for (int part = 0; part < parts; ++part) {
-    const float4* const from = p.outputs_of(first + part, warp, lane) + eighth * 4 * 32;
-    float4 x[4];
-#pragma unroll
-    for (int b = 0; b < 4; ++b) x[b] = from[b * 32];
-    float weight[2];
+    const uint4* const from = p.outputs_of(first + part, warp, lane) + eighth * 2 * 32;
+    const uint4 raw[2] = {from[0], from[32]};
+    const float2 powers = unpack_bf16(p.powers_of(first + part, warp, lane)[eighth / 2 * 32]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float* const of = p.statistics_of(first + part) + row + h * 8;
-      const float sum = of[kHeads];
-      weight[h] = exp2_fast(of[0] - shift[h]) * sum;
-      total[h] += weight[h], keys[h] += exp2_fast(of[0] - maximum[h]) * sum;
-    }
+      const float sum = of[kHeads], weight = exp2_fast(of[0] - shift[h]), by = weight * (h ? powers.y : powers.x);
+      total[h] = fmaf(weight, sum, total[h]), keys[h] += exp2_fast(of[0] - maximum[h]) * sum;
+      const uint32_t pairs[4] = {raw[h].x, raw[h].y, raw[h].z, raw[h].w};
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      o[b * 4] = fmaf(weight[0], x[b].x, o[b * 4]), o[b * 4 + 1] = fmaf(weight[0], x[b].y, o[b * 4 + 1]);
-      o[b * 4 + 2] = fmaf(weight[1], x[b].z, o[b * 4 + 2]), o[b * 4 + 3] = fmaf(weight[1], x[b].w, o[b * 4 + 3]);
+      for (int b = 0; b < 4; ++b) {
+        const float2 x = __half22float2(reinterpret_cast<const __half2&>(pairs[b]));
+        o[h][b * 2] = fmaf(by, x.x, o[h][b * 2]), o[h][b * 2 + 1] = fmaf(by, x.y, o[h][b * 2 + 1]);
+      }
     }
   }
   const int64_t token = Item::token(p, first);
@@ -298,8 +314,7 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
   for (int h = 0; h < 2; ++h) {
     const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
 #pragma unroll
-    for (int b = 0; b < 4; ++b)
-      packed[h][b] = pack_bf16(o[b * 4 + h * 2] * factor, o[b * 4 + h * 2 + 1] * factor);
+    for (int b = 0; b < 4; ++b) packed[h][b] = pack_bf16(o[h][b * 2] * factor, o[h][b * 2 + 1] * factor);
   }
   exchange(packed, lane);
 #pragma unroll

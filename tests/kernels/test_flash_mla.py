@@ -429,6 +429,23 @@ def test_rows_of_different_magnitudes(device, provider, rows, batch, heads, orde
     case.check(provider)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("magnitude", [2.0**-40, 2.0**40])
+def test_parts_of_any_magnitude(device, rows, magnitude):
+    """Outputs of parts, which are fp16, are far beyond its range, and weights grow from tile to tile."""
+    skip_unless_served("sm90")
+    case = Case(
+        rows, device, batch=16, heads=64, columns=2048, block_size=64, magnitude=magnitude, spread=60,
+        scale=0.1 / magnitude, seed=21,
+    )  # fmt: skip
+    assert case.has_64_heads_a_block()
+    cache, indices, lengths = case.pools[0]
+    lengths[8:] = 2048
+    size = cache.keys.norm(dim=1)[indices.long()]
+    case.pools[0][1] = indices.take_along_dim(size.argsort(dim=-1), -1)
+    case.check("sm90")
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_splits_agree_with_the_definition(device, monkeypatch, rows, splits):
     monkeypatch.setattr(triton_sparse_mla, "_num_splits", lambda *_: splits)
