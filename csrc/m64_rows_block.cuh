@@ -89,13 +89,12 @@ struct Call : RowParams {
   // warpgroups have them, [units][8 warps][4 times 64 dimensions][2 halves][2 heads][32 lanes] 8 values, fp16; behind
   // those of a warp the powers of two that they were divided by, [4][32 lanes][2 heads], BF16; and behind those of all
   // units maxima, sums of weights and largest scores, [units][3][kHeads].
-  static constexpr int kChunks = 4 * 2 * 2 * 32, kPowerChunks = 4 * 32 * 4 / 16;  // of 16 bytes, a warp
+  static constexpr int kOutputChunks = 4 * 2 * 2 * 32, kChunks = kOutputChunks + 4 * 32 * 4 / 16;  // a warp's, 16 bytes
   __device__ __forceinline__ uint4* outputs_of(int unit, int warp, int lane) const {
-    const int64_t warps = static_cast<int64_t>(unit - whole) * 8 + warp;
-    return static_cast<uint4*>(workspace) + warps * (kChunks + kPowerChunks) + lane;
+    return static_cast<uint4*>(workspace) + (static_cast<int64_t>(unit - whole) * 8 + warp) * kChunks + lane;
   }
   __device__ __forceinline__ uint32_t* powers_of(int unit, int warp, int lane) const {
-    return reinterpret_cast<uint32_t*>(outputs_of(unit, warp, kChunks)) + lane;
+    return reinterpret_cast<uint32_t*>(outputs_of(unit, warp, kOutputChunks)) + lane;
   }
   __device__ __forceinline__ float* statistics_of(int unit) const {
     return reinterpret_cast<float*>(outputs_of(units, 0, 0)) + static_cast<int64_t>(unit - whole) * 3 * kHeads;

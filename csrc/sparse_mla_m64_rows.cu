@@ -265,68 +265,63 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
 #endif
 }
 
-// Items whose keys were divided: 256 threads, which have places in an output as those above, for 16 of a thread's 128
-// values. Parts are added in the order of their keys.
-constexpr int kMergeBlocks = 8;  // an item
+// Items whose keys were divided: 256 threads, which have places in an output as those above, for 8 of a thread's 128
+// values, which are of one head. A part's statistics are asked for by a warp, a lane for each of the block's 32 heads,
+// and the thread's values of all parts before anything is waited for. Parts are added in the order of their keys.
+constexpr int kMergeBlocks = 16;  // an item
 __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_constant__ Call p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  static_assert(kM64MaxParts == 256 / 32, "a warp for each part");
+  __shared__ float maxima[kM64MaxParts][32], sums[kM64MaxParts][32], largest[kM64MaxParts][32];
   wait_for_previous();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % 4 * 16 + lane / 4;
-  const int eighth = blockIdx.x % kMergeBlocks, parts = p.parts;
-  const int first = p.whole + blockIdx.x / kMergeBlocks * parts, head0 = Item::head0(p, first) + row;
-  float maximum[2] = {kNoMaximum, kNoMaximum}, most[2] = {-INFINITY, -INFINITY};
-  float sink[2], shift[2], total[2], keys[2] = {};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int place = blockIdx.x % kMergeBlocks, h = place % 2;
+  const int first = p.whole + blockIdx.x / kMergeBlocks * p.parts;
+  const uint4* const outputs = p.outputs_of(first, warp, lane) + place * 32;
+  const uint32_t* const powers = p.powers_of(first, warp, lane) + place / 4 * 32;
+  const float* const of = p.statistics_of(first + warp) + lane / 8 * 16 + h * 8 + lane % 8;
+  const bool has_part = warp < p.parts;
+  const float mine[3] = {has_part ? of[0] : kNoMaximum, has_part ? of[kHeads] : 0.f,
+                         has_part ? of[2 * kHeads] : -INFINITY};
+  uint4 raw[kM64MaxParts] = {};
+  uint32_t power[kM64MaxParts] = {};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = head0 + h * 8;
-    sink[h] = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
-    for (int part = 0; part < parts; ++part) {
-      const float* const of = p.statistics_of(first + part) + row + h * 8;
-      maximum[h] = fmaxf(maximum[h], of[0]), most[h] = fmaxf(most[h], of[2 * kHeads]);
+  for (int part = 0; part < kM64MaxParts; ++part)
+    if (part < p.parts)
+      raw[part] = outputs[part * 8 * Call::kChunks], power[part] = powers[part * 8 * Call::kChunks * 4];
+  maxima[warp][lane] = mine[0], sums[warp][lane] = mine[1], largest[warp][lane] = mine[2];
+  const int at = warp % 4 * 8 + lane / 4, head = Item::head0(p, first) + warp % 4 * 16 + h * 8 + lane / 4;
+  const float sink = p.sinks && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+  __syncthreads();
+  float maximum = kNoMaximum, most = -INFINITY;
+#pragma unroll
+  for (int part = 0; part < kM64MaxParts; ++part)
+    maximum = fmaxf(maximum, maxima[part][at]), most = fmaxf(most, largest[part][at]);
+  const float shift = fmaxf(maximum, sink);
+  float total = exp2_fast(sink - shift), keys = 0.f, o[8] = {};
+#pragma unroll
+  for (int part = 0; part < kM64MaxParts; ++part) {
+    const float weight = exp2_fast(maxima[part][at] - shift), sum = sums[part][at];
+    const float by = weight * __uint_as_float(power[part] >> h * 16 << 16);
+    total = fmaf(weight, sum, total), keys += exp2_fast(maxima[part][at] - maximum) * sum;
+    const uint32_t pairs[4] = {raw[part].x, raw[part].y, raw[part].z, raw[part].w};
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float2 x = __half22float2(reinterpret_cast<const __half2&>(pairs[b]));
+      o[b * 2] = fmaf(by, x.x, o[b * 2]), o[b * 2 + 1] = fmaf(by, x.y, o[b * 2 + 1]);
     }
-    shift[h] = fmaxf(maximum[h], sink[h]);
-    total[h] = exp2_fast(sink[h] - shift[h]);
   }
-  float o[2][8] = {};
-#pragma unroll 2
-  for (int part = 0; part < parts; ++part) {
-    const uint4* const from = p.outputs_of(first + part, warp, lane) + eighth * 2 * 32;
-    const uint4 raw[2] = {from[0], from[32]};
-    const float2 powers = unpack_bf16(p.powers_of(first + part, warp, lane)[eighth / 2 * 32]);
+  const float factor = total > 0.f ? p.bmm2 / total : 0.f;
+  uint32_t packed[1][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float* const of = p.statistics_of(first + part) + row + h * 8;
-      const float sum = of[kHeads], weight = exp2_fast(of[0] - shift[h]), by = weight * (h ? powers.y : powers.x);
-      total[h] = fmaf(weight, sum, total[h]), keys[h] += exp2_fast(of[0] - maximum[h]) * sum;
-      const uint32_t pairs[4] = {raw[h].x, raw[h].y, raw[h].z, raw[h].w};
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float2 x = __half22float2(reinterpret_cast<const __half2&>(pairs[b]));
-        o[h][b * 2] = fmaf(by, x.x, o[h][b * 2]), o[h][b * 2 + 1] = fmaf(by, x.y, o[h][b * 2 + 1]);
-      }
-    }
-  }
-  const int64_t token = Item::token(p, first);
-  __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + warp / 4 * (kDim / 2) +
-                             eighth * 32 + lane % 4 * 8;
-  uint32_t packed[2][4];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float factor = total[h] > 0.f ? p.bmm2 / total[h] : 0.f;
-#pragma unroll
-    for (int b = 0; b < 4; ++b) packed[h][b] = pack_bf16(o[h][b * 2] * factor, o[h][b * 2 + 1] * factor);
-  }
+  for (int b = 0; b < 4; ++b) packed[0][b] = pack_bf16(o[b * 2] * factor, o[b * 2 + 1] * factor);
   exchange(packed, lane);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int head = head0 + h * 8;
-    if (head < p.heads) {
-      *reinterpret_cast<uint4*>(out + head * p.out_head_stride) =
-          make_uint4(packed[h][0], packed[h][1], packed[h][2], packed[h][3]);
-      if (p.lse && eighth == 0 && warp < 4 && lane % 4 == 0)
-        write_statistics(p, token, head, maximum[h], keys[h], most[h]);
-    }
-  }
+  if (head >= p.heads) return;
+  const int64_t token = Item::token(p, first);
+  __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride +
+                             head * p.out_head_stride + warp / 4 * (kDim / 2) + place / 2 * 32 + lane % 4 * 8;
+  *reinterpret_cast<uint4*>(out) = make_uint4(packed[0][0], packed[0][1], packed[0][2], packed[0][3]);
+  if (p.lse && place < 2 && warp < 4 && lane % 4 == 0) write_statistics(p, token, head, maximum, keys, most);
 #endif
 }
 

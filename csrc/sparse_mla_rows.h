@@ -82,6 +82,7 @@ int wgmma_rows_clusters(RowFormat format, int size, int device);
 struct M64Division {
   int whole, parts;
 };
+constexpr int kM64MaxParts = 8;
 constexpr int64_t kM64PartBytes = 64 * (512 * 2 + 512 / 16 * 2 + 3 * 4);
 
 // 64 heads a block, heads on M; one block an SM. Not of kE4M3, nor of calls whose sources have offsets.

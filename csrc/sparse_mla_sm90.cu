@@ -109,7 +109,7 @@ M64Division m64_division(int items, int tiles, int sms) {
     return divide(blocks, sms) * (divide(tiles, parts) + 2.5) + (parts > 1 ? 2 + 1.5 * blocks / sms : 0);
   };
   int best = 1;
-  for (int parts = 2; parts <= std::min(8, tiles); ++parts)
+  for (int parts = 2; parts <= std::min(kM64MaxParts, tiles); ++parts)
     if (time(parts) < 0.95 * time(best)) best = parts;
   return {best > 1 ? items - rest : items, best};
 }
