@@ -749,6 +749,53 @@ def test_rounded_inputs_are_e4m3_with_a_power_of_two_a_group(group, groups):
     assert not torch.equal(found, x)
 
 
+@pytest.mark.parametrize("options, here", [
+    ([], ""), (["--kv", "bfloat16", "--graphs", "--tp", "2"], "-bfloat16-graphs-tp2"),
+])  # fmt: skip
+def test_a_quantised_layout_is_held_to_its_own_error(tmp_path, monkeypatch, options, here):
+    """Of the same kernels otherwise: a layout with FP8 linears to one whose inputs are rounded, another to its values."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(quantised_e2e, "machine", lambda: {})
+    for name in ("truth", "nvfp4", "nvfp4-dequantised", "ct-nvfp4", "ct-nvfp4-dequantised"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 512}')
+    jobs = {}
+    noise = {"nvfp4-dequantised": 0.3, "nvfp4": 0.3, "ct-nvfp4-rounded": 0.1, "ct-nvfp4": 0.4}
+
+    def start_run(name, job, args):
+        jobs[name] = job
+        rng = np.random.default_rng(5)
+        shape = {f"{part}_{i}": (9, 512) for part in ("decode", "prompt") for i in range(5)}
+        exact = {key: rng.standard_normal(size) for key, size in shape.items()}
+        own = np.random.default_rng(len(jobs))
+        by = noise.get(name.removesuffix(here), 0)
+        rows = {key: log_softmax(x + by * own.standard_normal(x.shape)) for key, x in exact.items()}
+        np.savez(job["out"], **rows)
+        Path(job["out"]).with_suffix(".json").write_text(json.dumps({"key": job["key"], "tokens": [[1]] * 5}))
+        (args.work / f"{name}.log").write_text("Model loading took 1.5 GiB memory")
+        return {"ok": True, "seconds": 1.0}
+
+    monkeypatch.setattr(accuracy_e2e, "start_run", start_run)
+    asked = ["--folder", str(tmp_path), "--out", str(tmp_path / "x.json"), "--layouts", "nvfp4,ct-nvfp4"]
+    assert quantised_e2e.main([*asked, *options]) == 1
+    plain = {"truth", "nvfp4-dequantised", "ct-nvfp4-rounded"}
+    assert jobs.keys() == plain | {f"{name}{here}" for name in ("truth", "nvfp4", "ct-nvfp4")}
+    assert all((jobs[name]["tp"], jobs[name]["spec"]["kv"]) == (1, "fp8") for name in plain)
+    assert jobs["ct-nvfp4-rounded"]["spec"]["rounded_like"] == str(tmp_path / "ct-nvfp4")
+    assert jobs["ct-nvfp4-rounded"]["model"] == str(tmp_path / "ct-nvfp4-dequantised")
+    of_layout = jobs[f"nvfp4{here}"]
+    if here:
+        assert (of_layout["tp"], of_layout["spec"]["kv"]) == (2, "bfloat16") and "compilation" in of_layout["spec"]
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["comparisons"].keys() == {
+        "truth|nvfp4-dequantised", f"truth{here}|nvfp4{here}", f"nvfp4-dequantised|nvfp4{here}",
+        "truth|ct-nvfp4-rounded", f"truth{here}|ct-nvfp4{here}", f"ct-nvfp4-rounded|ct-nvfp4{here}",
+    }  # fmt: skip
+    assert [row["passed"] for row in result["bars"]] == [True, True, False, False]
+    jobs.clear()
+    assert quantised_e2e.main([*asked, *options]) == 1 and not jobs  # all are in --work
+
+
 def test_secrets_are_no_part_of_a_result(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
