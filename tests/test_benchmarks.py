@@ -753,7 +753,7 @@ def test_rounded_inputs_are_e4m3_with_a_power_of_two_a_group(group, groups):
     ([], ""), (["--kv", "bfloat16", "--graphs", "--tp", "2"], "-bfloat16-graphs-tp2"),
 ])  # fmt: skip
 def test_a_quantised_layout_is_held_to_its_own_error(tmp_path, monkeypatch, options, here):
-    """Of the same kernels otherwise: a layout with FP8 linears to one whose inputs are rounded, another to its values."""
+    """One with FP8 linears to its values with rounded inputs, another to its values."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(quantised_e2e, "machine", lambda: {})
     for name in ("truth", "nvfp4", "nvfp4-dequantised", "ct-nvfp4", "ct-nvfp4-dequantised"):
