@@ -1,4 +1,4 @@
-"""The series small-kernels: what FP8 linears run beside their product, and how experts are added."""
+"""The series small-kernels: what FP8 linears run beside their product, the sum of experts, and compressors."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pytest
 from on_request import ON_REQUEST, TREE, tree_with
 
 NAME = "small-kernels"
+COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 MARLIN = "vllm/model_executor/layers/fused_moe/experts/marlin_moe.py"
 if NAME not in ON_REQUEST:
     pytest.skip(f"this release has no series {NAME}", allow_module_level=True)
@@ -58,6 +59,90 @@ print(float((out.double() - outputs.double().sum(1)).norm() / out.double().norm(
 """
 
 
+# The measure is vLLM's Triton kernels, of 512 channels those for AMD's GPUs. They store the bytes of its kernels
+# for NVIDIA, but for the order of sums.
+COMPRESSORS = """
+import json
+import types
+import torch
+from vllm.forward_context import ForwardContext
+from vllm.models.deepseek_v4 import compressor as module
+
+launches = []
+module.get_forward_context = lambda: types.SimpleNamespace(attn_metadata=metadata)
+def counted(name, function):
+    def call(*args, **kwargs):
+        launches.append(name)
+        return function(*args, **kwargs)
+    return call
+for name in ("save_partial_states", "compress_norm_rope_store_triton"):
+    setattr(module, name, counted("vllm", getattr(module, name)))
+try:
+    from vllm.dsv4_overlay import small_compressor
+    small_compressor.current_platform = types.SimpleNamespace(is_cuda=lambda: True)
+    small_compressor.save_compress_store = counted("ours", small_compressor.save_compress_store)
+except ImportError:
+    pass
+
+def compressor(ratio, head_dim, gen):
+    width = head_dim * (2 if ratio == 4 else 1)
+    pages = torch.randn(32, 4 if ratio == 4 else 8, 2 * width, generator=gen)
+    row_bytes = 584 if head_dim == 512 else 132
+    rows = torch.full((4, 64 if ratio == 4 else 2, row_bytes), 90, dtype=torch.uint8)
+    self = types.SimpleNamespace(
+        compress_ratio=ratio, head_dim=head_dim, coff=width // head_dim, overlap=ratio == 4, use_fp4_cache=False,
+        ape=torch.randn(ratio, width, generator=gen), rms_norm_eps=1e-6, rope_head_dim=64,
+        norm=types.SimpleNamespace(weight=torch.rand(head_dim, generator=gen).bfloat16()),
+        state_cache=types.SimpleNamespace(kv_cache=pages, prefix="state"), k_cache_prefix="rows",
+        _static_forward_context={"rows": types.SimpleNamespace(kv_cache=rows)},
+        _quant_block=64 if head_dim == 512 else 128, _token_stride=576 if head_dim == 512 else 128,
+        _scale_dim=8 if head_dim == 512 else 4)
+    return self, pages, rows
+
+out = []
+for ratio, head_dim, tokens in ((4, 512, 6), (4, 128, 6), (128, 512, 6), (4, 128, 257), (128, 512, 65)):
+    gen = torch.Generator().manual_seed(ratio + head_dim)
+    self, pages, rows = compressor(ratio, head_dim, gen)
+    positions = torch.arange(tokens) + ratio - 2  # windows that begin in the cache and end in the batch
+    slots = 8 * pages.shape[1] + torch.arange(tokens) % pages.shape[1]
+    slots[4:] = -1
+    state = types.SimpleNamespace(
+        slot_mapping=slots, block_size=pages.shape[1], token_to_req_indices=torch.zeros(tokens, dtype=torch.int32),
+        block_table=torch.arange(32, dtype=torch.int32).roll(1)[None])
+    slots[:4] = torch.tensor([int(state.block_table[0, p // pages.shape[1]]) * pages.shape[1] + p % pages.shape[1]
+                              for p in positions[:4].tolist()])
+    kv_slots = torch.arange(tokens) % rows.shape[1]
+    metadata = {"state": state, "rows": types.SimpleNamespace(slot_mapping=kv_slots)}
+    scores = torch.randn(tokens, pages.shape[2], generator=gen)
+    rotary = types.SimpleNamespace(cos_sin_cache=torch.randn(ratio + tokens, 64, generator=gen))
+    launches.clear()
+    module.DeepseekCompressor.forward(self, scores, positions, rotary)
+    out.append([list(launches), pages.view(torch.uint8).flatten().tolist()[::97], rows.flatten().tolist(),
+                float(pages.double().abs().sum())])
+print(json.dumps(out))
+"""
+
+
+OTHERS = """
+import json
+import types
+import torch
+from vllm.dsv4_overlay import small_compressor
+
+def asked(tokens=1, dtype=torch.uint8, row=584, head_dim=512, ratio=4, fp4=False, scores=torch.float32, cuda=True):
+    small_compressor.current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)
+    rows = types.SimpleNamespace(kv_cache=torch.empty(2, 64, row, dtype=dtype))
+    self = types.SimpleNamespace(
+        compress_ratio=ratio, head_dim=head_dim, use_fp4_cache=fp4, k_cache_prefix="rows",
+        state_cache=types.SimpleNamespace(prefix="state"), _static_forward_context={"rows": rows})
+    metadata = {"state": types.SimpleNamespace(slot_mapping=torch.empty(tokens))}
+    return small_compressor.save_and_compress(self, torch.empty(tokens, 8, dtype=scores), None, None, metadata)
+
+print(json.dumps([asked(tokens=4096), asked(dtype=torch.bfloat16, row=512), asked(row=512),
+                  asked(head_dim=128, row=68, fp4=True), asked(scores=torch.bfloat16), asked(cuda=False)]))
+"""
+
+
 def run(tree, program, **env):
     env = os.environ | {"PYTHONPATH": str(tree)} | env
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
@@ -81,3 +166,26 @@ def test_an_fp8_linear_fills_nothing(tree):
 def test_experts_are_added_by_the_kernel(tree):
     """On a CPU, where vLLM's own operator is not there."""
     assert run(tree, EXPERTS, TRITON_INTERPRET="1") < 3e-3
+
+
+@pytest.mark.skipif(
+    COMPRESSOR not in ON_REQUEST[NAME].files, reason="this release's series leaves compressors as they are"
+)
+def test_compressors_of_few_tokens_take_one_launch(tree):
+    ours, stock = (run(where, COMPRESSORS, TRITON_INTERPRET="1") for where in (tree, TREE))
+    assert [launches for launches, *_ in stock] == [["vllm", "vllm"]] * 5
+    assert [launches for launches, *_ in ours] == [["ours"]] * 3 + [["vllm", "vllm"]] * 2
+    for (_, states, rows, total), (_, expected_states, expected_rows, expected_total) in zip(
+        ours, stock, strict=True
+    ):
+        assert (states, total) == (expected_states, expected_total)
+        written = [(a, b) for a, b in zip(rows, expected_rows, strict=True) if b != 90]
+        assert len(written) > 100
+        assert sum(a != b for a, b in zip(rows, expected_rows, strict=True)) <= len(written) / 200
+
+
+@pytest.mark.skipif(
+    COMPRESSOR not in ON_REQUEST[NAME].files, reason="this release's series leaves compressors as they are"
+)
+def test_other_rows_and_kinds_are_left_to_vllm(tree):
+    assert run(tree, OTHERS) == [False] * 6

@@ -113,3 +113,32 @@ check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))
 def test_indexer_and_slots_compile(arch, tmp_path):
     shared = compile_for(INDEXER, arch, tmp_path)
     assert len(shared) == 10 and max(shared) <= SHARED_MEMORY[arch] * 1024
+
+
+COMPRESSOR = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from mla_kernels import packed_compressor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+kernel = packed_compressor._save_compress_kernel
+kinds = dict(positions="*i64", slot_mapping="*i64", kv_slot_mapping="*i64", token_to_req_indices="*i32",
+             block_table="*i32", kv_cache="*u8", rms_norm_weight="*bf16", rms_norm_eps="fp32", batch="*fp32",
+             ape="*fp32", state_cache="*fp32", cos_sin_cache="*fp32")
+for head_dim, ratio in ((512, 4), (512, 128), (128, 4)):
+    constants = dict(HEAD_DIM=head_dim, RATIO=ratio, STATE_BLOCK_SIZE=4 if ratio == 4 else 8, KV_BLOCK_SIZE=64)
+    types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, type) in enumerate(types.items())
+               if type[0] == "*" or name.endswith("_stride") and name != "block_table_stride"}
+    target = GPUTarget("cuda", int(sys.argv[2]), 32)
+    source = ASTSource(kernel, types, constants, aligned)
+    compiled = compile(source, target=target, options=packed_compressor._OPTIONS[head_dim])
+    print(head_dim, ratio, compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_packed_compressor_compiles(arch, tmp_path):
+    shared = compile_for(COMPRESSOR, arch, tmp_path)
+    assert len(shared) == 3 and max(shared) <= 48 * 1024

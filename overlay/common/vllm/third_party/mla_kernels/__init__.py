@@ -22,6 +22,7 @@ from .indexer import (  # noqa: E402
     paged_indexer_scores,
 )
 from .interface import MAX_HEADS, PROVIDERS, pick_provider, sparse_mla  # noqa: E402
+from .packed_compressor import save_compress_store  # noqa: E402
 from .slots import request_rows_to_slots  # noqa: E402
 from .sparse_index import SparseIndexTable, build_sparse_index_table  # noqa: E402
 
@@ -39,5 +40,6 @@ __all__ = [
     "paged_indexer_scores",
     "pick_provider",
     "request_rows_to_slots",
+    "save_compress_store",
     "sparse_mla",
 ]
