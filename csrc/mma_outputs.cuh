@@ -100,10 +100,11 @@ struct Outputs : Values<FORMAT, BLOCK> {
     }
   }
 
-  // The blocks of a cluster have a share of the keys each. Each tells all others its maxima and sums, then adds up its
-  // share of the output from everybody's shared memory, all of which it asks for at once.
+  // The blocks of a cluster have a share of the keys each. The first group of each tells all others its maxima and
+  // sums, then all add up their share of the output from everybody's shared memory, all of which they ask for at once.
   __device__ __forceinline__ void merge(int item, int64_t token, int head0) const {
-    const int split = item % p.splits;
+    const int blocks = p.splits / S::kConsumerGroups, block = item % p.splits / S::kConsumerGroups;
+    SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
     // Partial outputs of plain E4M3 rows are divided by their own sum: averages of rows, at most 448, which fp16 holds.
     constexpr bool kHalf = FORMAT == RowFormat::kE4M3;
     using Partial = std::conditional_t<kHalf, __half, float>;
@@ -111,7 +112,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
     static_assert(kHeads * kDim * sizeof(Partial) <= sizeof(shared.rows), "partial output must fit the ring");
     Partial* const partial = reinterpret_cast<Partial*>(shared.rows);  // [rows][512]
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2 && group == 0; ++h) {
       const float inverse = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
       if (warp == 0 && t == 0)
         shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
@@ -135,35 +136,36 @@ struct Outputs : Values<FORMAT, BLOCK> {
           }
         }
     }
-    sync_threads(1, S::kGroupThreads);
+    const int consumer = group * S::kGroupThreads + thread;
+    sync_threads(3, kConsumerThreads);
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
     const auto tell_all = [&](int stat, int row, int rank) {
-      write_remote(of_rank(smem_address(&shared.stats[split][stat][row]), rank), shared.row_stat[stat][row]);
+      write_remote(of_rank(smem_address(&shared.stats[block][stat][row]), rank), shared.row_stat[stat][row]);
     };
-    for (int i = thread; i < p.splits * 2 * kHeads; i += S::kGroupThreads)
+    for (int i = consumer; i < blocks * 2 * kHeads; i += kConsumerThreads)
       tell_all(i / kHeads % 2, i % kHeads, i / (2 * kHeads));
     if (p.max_logits)
-      for (int i = thread; i < p.splits * kHeads; i += S::kGroupThreads) tell_all(2, i % kHeads, i / kHeads);
+      for (int i = consumer; i < blocks * kHeads; i += kConsumerThreads) tell_all(2, i % kHeads, i / kHeads);
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const int runs = min(kHeads, p.heads - head0) * kRuns;
-    for (int i = split * S::kGroupThreads + thread; i < runs; i += p.splits * S::kGroupThreads) {
+    for (int i = block * kConsumerThreads + consumer; i < runs; i += blocks * kConsumerThreads) {
       const int row = i / kRuns, head = head0 + row;
       const float sink = shared.sinks[row];
       float shift = sink;
 #pragma unroll 4
-      for (int r = 0; r < p.splits; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
+      for (int r = 0; r < blocks; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
       if (shift == -INFINITY) shift = 0.f;
       float total = exp2_fast(sink - shift), value[kRun16] = {};
       // Eight at a time: registers hold no more.
-      for (int r0 = 0; r0 < p.splits; r0 += 8) {
+      for (int r0 = 0; r0 < blocks; r0 += 8) {
         uint4 raw[8];
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-          if (r0 + r < p.splits) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
+          if (r0 + r < blocks) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
 #pragma unroll
         for (int r = 0; r < 8; ++r) {
-          if (r0 + r >= p.splits) break;
+          if (r0 + r >= blocks) break;
           const float weight = exp2_fast(shared.stats[r0 + r][0][row] - shift);
           const float share = weight * shared.stats[r0 + r][1][row];
           total += share;
@@ -183,9 +185,9 @@ struct Outputs : Values<FORMAT, BLOCK> {
       const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
       if (p.lse && i % kRuns == 0) {  // of keys alone: a sink can be far above them
         float top = -INFINITY, most = -INFINITY, keys = 0.f;
-        for (int r = 0; r < p.splits; ++r)
+        for (int r = 0; r < blocks; ++r)
           top = fmaxf(top, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
-        for (int r = 0; r < p.splits; ++r)
+        for (int r = 0; r < blocks; ++r)
           if (shared.stats[r][1][row] != 0.f)
             keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
         write_statistics(p, token, head, top, keys, most);

@@ -76,7 +76,7 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[S::kConsumerGroups == 1 ? kMmaMaxSplits : 1][3][kHeads];  // of the blocks of a cluster
+  float stats[kMmaMaxSplits][3][kHeads];  // of the blocks of a cluster; only in its first group's
   int turns[kMostTurns];                                             // of the block; only in its first group's
 };
 

@@ -142,9 +142,12 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
 // A launch's parameters are in no cache yet, and each line of them that is first read later would be waited for then.
 template <typename Params>
 __device__ __forceinline__ void touch(const Params& p) {
+  int any = 0;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(Params)); i += 64)
-    asm volatile("" ::"r"(*reinterpret_cast<const int*>(reinterpret_cast<const char*>(&p) + i)));
+    any |= *reinterpret_cast<const int*>(reinterpret_cast<const char*>(&p) + i);
+  // An instruction that needs them, or else ptxas leaves the loads out.
+  asm volatile("{.reg .pred none; setp.eq.s32 none, %0, 0; @none nanosleep.u32 0;}" ::"r"(any));
 }
 
 // Launched while the kernel before may still run: reads nothing of memory before wait_for_previous(), and lets the next

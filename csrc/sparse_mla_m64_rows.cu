@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   int* const list = reinterpret_cast<int*>(smem + L::kTurns);
+  touch(p);
   const Turns turns(list, p.units);
   const Storage<FORMAT> block{p, smem, smem_address(smem), warp, static_cast<int>(threadIdx.x % 32), turns};
   if (threadIdx.x == 0) {
@@ -273,6 +274,7 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   static_assert(kM64MaxParts == 256 / 32, "a warp for each part");
   __shared__ float maxima[kM64MaxParts][32], sums[kM64MaxParts][32], largest[kM64MaxParts][32];
+  touch(p);
   wait_for_previous();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int place = blockIdx.x % kMergeBlocks, h = place % 2;

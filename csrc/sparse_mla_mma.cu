@@ -177,10 +177,11 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
       if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
-      if (BLOCK == MmaBlock::kShared ? group == 0 : S::kConsumerGroups > 1 || p.splits == 1)
-        write_outputs(token, head0);
-      else if constexpr (S::kConsumerGroups == 1)
+      if (BLOCK == MmaBlock::kPaired || p.splits == S::kConsumerGroups) {
+        if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
+      } else if constexpr (BLOCK != MmaBlock::kPaired) {
         merge(item, token, head0);
+      }
     }
   }
 };
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   SharedStorage<S>* const groups = reinterpret_cast<SharedStorage<S>*>(smem);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const int lane = threadIdx.x % 32;
-  const bool merges = S::kConsumerGroups == 1 && p.splits > 1;
+  const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
   if (merges) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for before the first push
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
@@ -265,7 +266,8 @@ struct Launch {
 
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
     const RowParams p(call, kHeads, splits);
-    if (BLOCK == MmaBlock::kShared) return launch_kernel<kKernel>(p, p.items / 2, kThreads, kSharedBytes, 1, stream);
+    if (BLOCK == MmaBlock::kShared)
+      return launch_kernel<kKernel>(p, p.items / 2, kThreads, kSharedBytes, splits / 2, stream);
     const int blocks = splits > 1 ? p.items : min(p.items, sms);
     return launch_kernel<kKernel>(p, blocks, kThreads, kSharedBytes, splits, stream);
   }

@@ -74,16 +74,24 @@ struct MmaDivision {
       return;
     }
     const bool is_packed = format == RowFormat::kV4 || format == RowFormat::kV32;
-    if (is_packed) block = MmaBlock::kHalf;
-    const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
+    // With less to do, a block has so few keys that merging its halves takes longer than they save.
+    if (is_packed) block = 11 * blocks < gpu.sms ? MmaBlock::kHalf : MmaBlock::kShared;
+    const int tiles = divide(columns, is_wide || block == MmaBlock::kHalf ? 64 : 128);
     splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
       return mma_clusters(format, block, splits, gpu.device);
     });
+    if (block == MmaBlock::kShared) splits *= 2;
   }
 };
 
 int tiles_of(const SparseMlaRows& call) {
   return std::max(1, divide(call.sources[0].width + call.sources[1].width, 64));
+}
+
+// Whether 64 heads on M, in parts, are faster than twice 32 on N, over 584-byte rows. Measured, as below.
+bool is_in_parts(const SparseMlaRows& call) {
+  return call.format == RowFormat::kV4 && call.heads > 32 && call.heads <= 64 && call.tokens >= 12 &&
+         call.tokens <= 24;
 }
 
 // Whether the kernel with heads on N over packed rows serves a call. Measured: docs/sm90-sparse-mla.md.
@@ -96,6 +104,7 @@ bool has_heads_on_n(const SparseMlaRows& call, int sms) {
   const int items16 = call.tokens * divide(call.heads, 16);
   if (is_v4 && items16 <= sms && 2 * items16 > sms) return false;
   if (call.heads <= 32) return true;
+  if (is_in_parts(call)) return false;
   // Two blocks a token read its rows twice: only where 64 heads on M have too little to do.
   return blocks <= sms && (tiles < 16 || call.tokens * divide(call.heads, 64) * tiles < 400);
 }
@@ -130,7 +139,7 @@ struct M64Choice {
     // Prefills over BF16 rows of 512 take it with few heads too, which cost it no more than 64.
     const bool is_prefill = call.format == RowFormat::kBf16 && items > 8 * sms;
     is_it = (call.heads > (is_wide ? 16 : 32) || is_prefill) && !has_heads_on_n(call, sms) &&
-            (items > most || (tiles >= 16 && items * tiles >= least));
+            (items > most || (tiles >= 16 && items * tiles >= least) || is_in_parts(call));
     division = m64_division(items, tiles, sms);
   }
 };

@@ -162,7 +162,7 @@ class Case:
         items16, blocks = tokens * -(-heads // 16), tokens * -(-heads // 32)
         if self.rows not in PACKED or heads <= 16 or (11 * blocks < sms and blocks * tiles < 256):
             return False
-        if self.rows == "584" and items16 <= sms < 2 * items16:
+        if (self.rows == "584" and items16 <= sms < 2 * items16) or self.is_in_parts():
             return False
         return heads <= 32 or (blocks <= sms and (tiles < 16 or tokens * -(-heads // 64) * tiles < 400))
 
@@ -173,7 +173,12 @@ class Case:
         is_prefill = self.rows == "512" and items > 8 * sms
         if (heads <= (32 if self.rows in PACKED else 16) and not is_prefill) or self.has_heads_on_n():
             return False
-        return items > most or (tiles >= 16 and items * tiles >= (400 if heads <= 32 else 200))
+        least = 400 if heads <= 32 else 200
+        return items > most or (tiles >= 16 and items * tiles >= least) or self.is_in_parts()
+
+    def is_in_parts(self):
+        tokens, heads, _, _ = self.size()
+        return self.rows == "584" and 32 < heads <= 64 and 12 <= tokens <= 24
 
     def size(self):
         """Tokens, heads, tiles of 64 columns, and SMs of the GPU."""
