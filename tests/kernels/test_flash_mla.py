@@ -254,7 +254,7 @@ class Case:
         return out
 
 
-SHAPES = [(1, 64), (5, 40), (40, 32), (100, 16), (140, 64), (140, 128), (300, 16)]
+SHAPES = [(1, 64), (5, 40), (16, 16), (20, 64), (40, 32), (100, 16), (140, 64), (140, 128), (300, 16)]
 ON_GPU = [pytest.param(*shape, marks=pytest.mark.gpu) for shape in SHAPES]
 # A small call anywhere; on the GPU 64 heads a block, where 4 tiles of items beyond 132 are divided, and 32.
 SMALL_AND_64_HEADS = [(3, 8), *(pytest.param(140, heads, marks=pytest.mark.gpu) for heads in (64, 32))]
