@@ -133,7 +133,7 @@ for head_dim, ratio in ((512, 4), (512, 128), (128, 4)):
                if type[0] == "*" or name.endswith("_stride") and name != "block_table_stride"}
     target = GPUTarget("cuda", int(sys.argv[2]), 32)
     source = ASTSource(kernel, types, constants, aligned)
-    compiled = compile(source, target=target, options=packed_compressor._OPTIONS[head_dim])
+    compiled = compile(source, target=target, options=packed_compressor._OPTIONS[head_dim, ratio])
     print(head_dim, ratio, compiled.metadata.shared)
 """
 

@@ -25,8 +25,9 @@ _ROW_BYTES = {512: 584, 128: 132}
 # which has one warp too. Those of the other rows are fused by hand, where CuTe DSL's
 # compiler does it.
 _OPTIONS = {
-    512: {"num_warps": 8, "enable_fp_fusion": False},
-    128: {"num_warps": 1, "enable_fp_fusion": True},
+    (512, 4): {"num_warps": 8, "enable_fp_fusion": False},
+    (512, 128): {"num_warps": 16, "enable_fp_fusion": False},
+    (128, 4): {"num_warps": 1, "enable_fp_fusion": True},
 }
 
 
@@ -297,99 +298,78 @@ def _save_compress_kernel(
         # even and half the odd ones, and adds up the warps as a tree: those 8 apart
         # first, neighbours last. Here four warps' rows, 4 apart, are read at a time.
         top = tl.full((HEAD_DIM,), _LOWEST, tl.float32)
-        for first in range(0, 128, 16):
-            row = first + tl.arange(0, 16)
-            state, fresh, exists = _state_row(
-                127 - row,
-                token,
-                request,
-                position,
-                batch,
-                batch_stride,
-                token_to_req_indices,
-                positions,
-                state_cache,
-                state_block_stride,
-                state_row_stride,
-                block_table,
-                block_table_stride,
-                STATE_BLOCK_SIZE,
+        warps = ()
+        for quarter in tl.static_range(4):
+            start = (quarter // 2 + quarter % 2 * 2 + 4 * tl.arange(0, 4)) * 8
+            scores = ()
+            values = ()
+            for number in tl.static_range(8):
+                row = start + number
+                state, fresh, exists = _state_row(
+                    127 - row,
+                    token,
+                    request,
+                    position,
+                    batch,
+                    batch_stride,
+                    token_to_req_indices,
+                    positions,
+                    state_cache,
+                    state_block_stride,
+                    state_row_stride,
+                    block_table,
+                    block_table_stride,
+                    STATE_BLOCK_SIZE,
+                )
+                source = state[:, None] + channel[None, :]
+                score = tl.load(
+                    source + width, mask=exists[:, None], other=float("-inf")
+                )
+                score += tl.load(
+                    ape + row[:, None] * width + channel[None, :],
+                    mask=fresh[:, None],
+                    other=0.0,
+                )
+                scores = scores + (score,)
+                values = values + (
+                    tl.load(source, mask=exists[:, None], other=0.0),
+                )
+            tops = ()
+            sums = ()
+            for half in tl.static_range(2):
+                half_top = tl.full((4, HEAD_DIM), _LOWEST, tl.float32)
+                for number in tl.static_range(4):
+                    half_top = tl.maximum(half_top, scores[2 * number + half])
+                total = tl.zeros((4, HEAD_DIM), tl.float32)
+                product = tl.zeros((4, HEAD_DIM), tl.float32)
+                for number in tl.static_range(4):
+                    weight = _exp(scores[2 * number + half] - half_top)
+                    total += weight
+                    product = tl.fma(values[2 * number + half], weight, product)
+                tops = tops + (half_top,)
+                sums = sums + ((total, product),)
+            warp_top = tl.maximum(tops[0], tops[1])
+            even_scale = _exp(tops[0] - warp_top)
+            odd_scale = _exp(tops[1] - warp_top)
+            warps = warps + (
+                (
+                    warp_top,
+                    tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale),
+                    tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale),
+                ),
             )
-            score = tl.load(
-                state[:, None] + width + channel[None, :],
-                mask=exists[:, None],
-                other=float("-inf"),
-            )
-            score += tl.load(
-                ape + row[:, None] * width + channel[None, :],
-                mask=fresh[:, None],
-                other=0.0,
-            )
-            top = tl.maximum(top, tl.max(score, axis=0))
-        denominator = tl.zeros((HEAD_DIM,), tl.float32)
-        weighted = tl.zeros((HEAD_DIM,), tl.float32)
-        for odd in range(2):
-            near_denominator = tl.zeros((HEAD_DIM,), tl.float32)
-            near_weighted = tl.zeros((HEAD_DIM,), tl.float32)
-            for far in range(2):
-                start = (odd + 2 * far + 4 * tl.arange(0, 4)) * 8
-                tops = ()
-                sums = ()
-                for half in tl.static_range(2):
-                    scores = ()
-                    values = ()
-                    for number in tl.static_range(4):
-                        row = start + 2 * number + half
-                        state, fresh, exists = _state_row(
-                            127 - row,
-                            token,
-                            request,
-                            position,
-                            batch,
-                            batch_stride,
-                            token_to_req_indices,
-                            positions,
-                            state_cache,
-                            state_block_stride,
-                            state_row_stride,
-                            block_table,
-                            block_table_stride,
-                            STATE_BLOCK_SIZE,
-                        )
-                        source = state[:, None] + channel[None, :]
-                        score = tl.load(
-                            source + width, mask=exists[:, None], other=float("-inf")
-                        )
-                        score += tl.load(
-                            ape + row[:, None] * width + channel[None, :],
-                            mask=fresh[:, None],
-                            other=0.0,
-                        )
-                        scores = scores + (score,)
-                        values = values + (
-                            tl.load(source, mask=exists[:, None], other=0.0),
-                        )
-                    half_top = tl.full((4, HEAD_DIM), _LOWEST, tl.float32)
-                    for number in tl.static_range(4):
-                        half_top = tl.maximum(half_top, scores[number])
-                    total = tl.zeros((4, HEAD_DIM), tl.float32)
-                    product = tl.zeros((4, HEAD_DIM), tl.float32)
-                    for number in tl.static_range(4):
-                        weight = _exp(scores[number] - half_top)
-                        total += weight
-                        product = tl.fma(values[number], weight, product)
-                    tops = tops + (half_top,)
-                    sums = sums + ((total, product),)
-                run_top = tl.maximum(tops[0], tops[1])
-                even_scale = _exp(tops[0] - run_top)
-                odd_scale = _exp(tops[1] - run_top)
-                scale = _exp(run_top - top[None, :])
-                total = tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale) * scale
-                product = tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale) * scale
-                near_denominator += _add_four(total, HEAD_DIM)
-                near_weighted += _add_four(product, HEAD_DIM)
-            denominator += near_denominator
-            weighted += near_weighted
+            top = tl.maximum(top, tl.max(warp_top, axis=0))
+        denominators = ()
+        products = ()
+        for quarter in tl.static_range(4):
+            warp_top, total, product = warps[quarter]
+            scale = _exp(warp_top - top[None, :])
+            denominators = denominators + (_add_four(total * scale, HEAD_DIM),)
+            products = products + (_add_four(product * scale, HEAD_DIM),)
+        denominator = (denominators[0] + denominators[1]) + (
+            denominators[2] + denominators[3]
+        )
+        weighted = (products[0] + products[1]) + (products[2] + products[3])
         x = tl.div_rn(weighted, denominator)
 
     block = kv_cache + kv_slot // KV_BLOCK_SIZE * kv_block_stride
@@ -548,5 +528,5 @@ def save_compress_store(
             RATIO=compress_ratio,
             STATE_BLOCK_SIZE=state_block_size,
             KV_BLOCK_SIZE=kv_cache.shape[1],
-            **_OPTIONS[head_dim],
+            **_OPTIONS[head_dim, compress_ratio],
         )
