@@ -35,8 +35,8 @@ SERVING = [
 ]
 # Decode steps of 16 requests that serve.py has profiled: file, run.
 STEPS = {
-    "stock vLLM": ("serve_share_step_h200", "FlashMLA"),
-    "drop-in and small-kernels": ("serve_share_fp8_experts_h200", "FP8Experts"),
+    "stock vLLM": ("serve_share8_h200", "FlashMLA"),
+    "drop-in and small-kernels": ("serve_share8_h200", "FP8Experts"),
 }
 Bar = tuple[float, float, float]  # median, least, most
 

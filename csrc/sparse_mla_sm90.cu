@@ -73,14 +73,19 @@ struct MmaDivision {
       splits = blocks > gpu.sms ? 1 : 2;
       return;
     }
+    const auto in_clusters = [&](int tiles) {
+      return cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms,
+                            [&](int splits) { return mma_clusters(format, block, splits, gpu.device); });
+    };
     const bool is_packed = format == RowFormat::kV4 || format == RowFormat::kV32;
-    // With less to do, a block has so few keys that merging its halves takes longer than they save.
-    if (is_packed) block = 11 * blocks < gpu.sms ? MmaBlock::kHalf : MmaBlock::kShared;
-    const int tiles = divide(columns, is_wide || block == MmaBlock::kHalf ? 64 : 128);
-    splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms, [&](int splits) {
-      return mma_clusters(format, block, splits, gpu.device);
-    });
-    if (block == MmaBlock::kShared) splits *= 2;
+    if (is_packed) block = MmaBlock::kHalf;
+    const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
+    splits = in_clusters(tiles);
+    // Of less than two half tiles a block, merging its halves takes longer than they save.
+    if (is_packed && 11 * blocks >= gpu.sms && divide(tiles, splits) > 1) {
+      block = MmaBlock::kShared;
+      splits = 2 * in_clusters(divide(columns, 128));
+    }
   }
 };
 
@@ -91,7 +96,7 @@ int tiles_of(const SparseMlaRows& call) {
 // Whether 64 heads on M, in parts, are faster than twice 32 on N, over 584-byte rows. Measured, as below.
 bool is_in_parts(const SparseMlaRows& call) {
   return call.format == RowFormat::kV4 && call.heads > 32 && call.heads <= 64 && call.tokens >= 12 &&
-         call.tokens <= 24;
+         call.tokens <= 24 && tiles_of(call) >= 10;
 }
 
 // Whether the kernel with heads on N over packed rows serves a call. Measured: docs/sm90-sparse-mla.md.

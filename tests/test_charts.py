@@ -53,10 +53,13 @@ def test_committed_serving_results_can_be_drawn():
 
 
 def test_kernels_of_a_step(tmp_path):
+    files = {}
     for (name, run), times in zip(charts.STEPS.values(), ((3.0, 9.0), (8.0, 4.0)), strict=True):
         of = zip(("attention", "experts"), times, strict=True)
         kinds = {kind: {"us": us, "launches": 2.0} for kind, us in of}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"runs": {run: {"decode_step": {"kinds": kinds}}}}))
+        files.setdefault(name, {})[run] = {"decode_step": {"kinds": kinds}}
+    for name, runs in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"runs": runs}))
     stock, ours = charts.step_kinds(tmp_path).values()
     assert list(stock.items()) == [("experts", (9, 2)), ("attention", (3, 2))]
     assert list(ours.items()) == [("experts", (4, 2)), ("attention", (8, 2))]

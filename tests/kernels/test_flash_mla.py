@@ -177,8 +177,8 @@ class Case:
         return items > most or (tiles >= 16 and items * tiles >= least) or self.is_in_parts()
 
     def is_in_parts(self):
-        tokens, heads, _, _ = self.size()
-        return self.rows == "584" and 32 < heads <= 64 and 12 <= tokens <= 24
+        tokens, heads, tiles, _ = self.size()
+        return self.rows == "584" and 32 < heads <= 64 and 12 <= tokens <= 24 and tiles >= 10
 
     def size(self):
         """Tokens, heads, tiles of 64 columns, and SMs of the GPU."""
@@ -362,7 +362,7 @@ def test_many_heads_a_block(device, rows, batch, heads, columns):
     if (batch, heads, columns) in BLOCKS_OF_64 and (heads > 32 or rows not in PACKED):
         assert case.has_64_heads_a_block()
     elif rows in PACKED:
-        assert case.has_heads_on_n() != (rows == "584" and batch in (64, 66))
+        assert case.has_heads_on_n() != (rows == "584" and (batch in (64, 66) or case.is_in_parts()))
     for number, (cache, indices, lengths) in enumerate(case.pools):
         lengths[:7] = torch.tensor([0, 1, 63, 64, 65, -5, columns + 9])
         lengths[-2:] = torch.tensor([columns, 0 if number else 1])

@@ -9,8 +9,8 @@ from vllm.platforms import current_platform
 from vllm.third_party.mla_kernels import save_compress_store
 
 # Tokens up to which launches cost the most. One program compresses a whole window: of
-# 128 tokens that is slower than vLLM's eight, so not where some window always ends.
-_MAX_TOKENS = {4: 256, 128: 64}
+# 128 tokens that is slower than vLLM's kernels, so not where some window often ends.
+_MAX_TOKENS = {4: 256, 128: 16}
 # Bytes of the rows that the kernel writes. Others: full width, MXFP4.
 _ROW_BYTES = {512: 584, 128: 132}
 
