@@ -172,10 +172,11 @@ def write_model(args: argparse.Namespace) -> None:
     what to make, with one expert for all."""
     args.model.mkdir(exist_ok=True)
     (args.model / "config.json").write_text(json.dumps(args.made, indent=1))
-    if args.layout:
-        from make_mini_checkpoint import LAYOUTS, Recipe
-        from mini_checkpoint.writer import write_names
+    from make_mini_checkpoint import LAYOUTS, Recipe
+    from mini_checkpoint.writer import INDEX, write_names
 
+    (args.model / INDEX).unlink(missing_ok=True)  # of another layout
+    if args.layout:
         write_names(args.model, Recipe(flash_shape(experts=1), 0, LAYOUTS[args.layout]()))
 
 
