@@ -84,9 +84,11 @@ def _add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _add_four(x, WIDTH: tl.constexpr):
-    """(x[0] + x[2]) + (x[1] + x[3])."""
-    return tl.sum(tl.sum(tl.reshape(x, (2, 2, WIDTH)), axis=0), axis=0)
+def _add_sixteen(x, WIDTH: tl.constexpr):
+    """The rows of `x`, as a tree: those 8 apart first, neighbours last."""
+    for level in tl.static_range(4):
+        x = tl.sum(tl.reshape(x, (2, 8 >> level, WIDTH)), axis=0)
+    return tl.reshape(x, (WIDTH,))
 
 
 @triton.jit
@@ -296,15 +298,14 @@ def _save_compress_kernel(
     else:
         # The CuTe DSL kernel has 16 warps of 8 rows, of which half a warp takes the
         # even and half the odd ones, and adds up the warps as a tree: those 8 apart
-        # first, neighbours last. Here four warps' rows, 4 apart, are read at a time.
-        top = tl.full((HEAD_DIM,), _LOWEST, tl.float32)
-        warps = ()
-        for quarter in tl.static_range(4):
-            start = (quarter // 2 + quarter % 2 * 2 + 4 * tl.arange(0, 4)) * 8
-            scores = ()
-            values = ()
-            for number in tl.static_range(8):
-                row = start + number
+        # first, neighbours last. Here a row of a tensor stands for a warp.
+        tops = ()
+        sums = ()
+        for half in tl.static_range(2):
+            rows = ()
+            half_top = tl.full((16, HEAD_DIM), _LOWEST, tl.float32)
+            for number in tl.static_range(4):
+                row = tl.arange(0, 16) * 8 + 2 * number + half
                 state, fresh, exists = _state_row(
                     127 - row,
                     token,
@@ -330,46 +331,26 @@ def _save_compress_kernel(
                     mask=fresh[:, None],
                     other=0.0,
                 )
-                scores = scores + (score,)
-                values = values + (
-                    tl.load(source, mask=exists[:, None], other=0.0),
-                )
-            tops = ()
-            sums = ()
-            for half in tl.static_range(2):
-                half_top = tl.full((4, HEAD_DIM), _LOWEST, tl.float32)
-                for number in tl.static_range(4):
-                    half_top = tl.maximum(half_top, scores[2 * number + half])
-                total = tl.zeros((4, HEAD_DIM), tl.float32)
-                product = tl.zeros((4, HEAD_DIM), tl.float32)
-                for number in tl.static_range(4):
-                    weight = _exp(scores[2 * number + half] - half_top)
-                    total += weight
-                    product = tl.fma(values[2 * number + half], weight, product)
-                tops = tops + (half_top,)
-                sums = sums + ((total, product),)
-            warp_top = tl.maximum(tops[0], tops[1])
-            even_scale = _exp(tops[0] - warp_top)
-            odd_scale = _exp(tops[1] - warp_top)
-            warps = warps + (
-                (
-                    warp_top,
-                    tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale),
-                    tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale),
-                ),
-            )
-            top = tl.maximum(top, tl.max(warp_top, axis=0))
-        denominators = ()
-        products = ()
-        for quarter in tl.static_range(4):
-            warp_top, total, product = warps[quarter]
-            scale = _exp(warp_top - top[None, :])
-            denominators = denominators + (_add_four(total * scale, HEAD_DIM),)
-            products = products + (_add_four(product * scale, HEAD_DIM),)
-        denominator = (denominators[0] + denominators[1]) + (
-            denominators[2] + denominators[3]
-        )
-        weighted = (products[0] + products[1]) + (products[2] + products[3])
+                half_top = tl.maximum(half_top, score)
+                value = tl.load(source, mask=exists[:, None], other=0.0)
+                rows = rows + ((score, value),)
+            total = tl.zeros((16, HEAD_DIM), tl.float32)
+            product = tl.zeros((16, HEAD_DIM), tl.float32)
+            for number in tl.static_range(4):
+                score, value = rows[number]
+                weight = _exp(score - half_top)
+                total += weight
+                product = tl.fma(value, weight, product)
+            tops = tops + (half_top,)
+            sums = sums + ((total, product),)
+        warp_top = tl.maximum(tops[0], tops[1])
+        even_scale = _exp(tops[0] - warp_top)
+        odd_scale = _exp(tops[1] - warp_top)
+        scale = _exp(warp_top - tl.max(warp_top, axis=0)[None, :])
+        total = tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale) * scale
+        product = tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale) * scale
+        denominator = _add_sixteen(total, HEAD_DIM)
+        weighted = _add_sixteen(product, HEAD_DIM)
         x = tl.div_rn(weighted, denominator)
 
     block = kv_cache + kv_slot // KV_BLOCK_SIZE * kv_block_stride
