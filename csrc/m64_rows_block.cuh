@@ -28,6 +28,7 @@ struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
   static constexpr bool kPacked = R::kNarrow > 0;     // operands are fp16, and else BF16
   static constexpr bool kHasTail = R::kDims > kDim;   // 64 dimensions of keys alone, BF16
+  static constexpr bool kIsV4 = FORMAT == RowFormat::kV4;  // whose scales and wide parts come a tile ahead
   static constexpr int kOutputRegisters = 160;
   static constexpr int kScoreRegisters = !kPacked ? 152 : kHasTail ? 144 : 128;
   static constexpr int kFetchRegisters = 512 - 2 * kOutputRegisters - kScoreRegisters;
@@ -40,13 +41,12 @@ struct Layout : RowLayout<FORMAT> {
   // [4 quarters][8 rows][8], fp16: by what 64 dimensions of a row, and of the row 8 further, are multiplied.
   static constexpr int kRatios = kFactor + 2 * kHeads * 4;
   // Wide parts that are values, [2][4 warps][4][32 lanes], and scales, [2][4 warps][16 rows][8].
-  static constexpr bool kIsAhead = kPacked && !kHasTail;
   static constexpr int kWaiting = kRatios + (kPacked ? 4 * 8 * 8 * 4 : 0);
-  static constexpr int kScales = kWaiting + (kIsAhead ? 2 * kBlockBytes : 0);
+  static constexpr int kScales = kWaiting + (kIsV4 ? 2 * kBlockBytes : 0);
   // [4 entries][4][8][2], a byte for each row, 8n + 2t + i at [t][n][i]: the power of two that it was divided by, as
   // the exponent of a float32; 0 of a missing row. Only of those that have no common one. Of BF16 rows [4 entries], a
   // bit for every row.
-  static constexpr int kPowers = kScales + (kIsAhead ? 2 * kTile * 8 : 0);
+  static constexpr int kPowers = kScales + (kIsV4 ? 2 * kTile * 8 : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;
   static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]

@@ -12,7 +12,7 @@ struct Fetch : Storage<FORMAT> {
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::full, Base::empty, Base::raw_full;
   using Base::raw_empty, Base::q_full, Base::tail_empty, Base::turns;
   using L = Layout<FORMAT>;
-  static constexpr bool kPacked = L::kPacked, kIsV4 = FORMAT == RowFormat::kV4;
+  static constexpr bool kPacked = L::kPacked, kIsV4 = L::kIsV4;
   static constexpr int kSpread = 16;
 
   // Besides the narrow parts of the 16 rows that a warp has of a packed tile, a lane has chunk lane % 8, of 16 bytes,
