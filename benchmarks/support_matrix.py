@@ -49,9 +49,8 @@ def of_features(result: dict[str, Any]) -> Checks:
 def of_throughput(result: dict[str, Any]) -> Checks:
     runs = {run.split("-")[0] for run in result["runs"]}  # further starts are `run-2` and so on
     series = {THROUGHPUT[run] for run in runs & THROUGHPUT.keys()}
-    if "small-kernels" in result["machine"]["overlay"]["series"]:  # every run has it
-        series.add("small-kernels")
-    for name in series:
+    # Every run has these.
+    for name in series | {"small-kernels", "quantised-linears"}.intersection(result["machine"]["overlay"]["series"]):
         yield name, True
 
 
