@@ -100,7 +100,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
     }
   }
 
-  // The blocks of a cluster have a share of the keys each. The first group of each tells all others its maxima and
+  // The blocks of a cluster have a share of the keys each. All others are told what the first group of each has, its maxima and
   // sums, then all add up their share of the output from everybody's shared memory, all of which they ask for at once.
   __device__ __forceinline__ void merge(int item, int64_t token, int head0) const {
     const int blocks = p.splits / S::kConsumerGroups, block = item % p.splits / S::kConsumerGroups;

@@ -81,7 +81,7 @@ struct MmaDivision {
     if (is_packed) block = MmaBlock::kHalf;
     const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
     splits = in_clusters(tiles);
-    // Of less than two half tiles a block, merging its halves takes longer than they save.
+    // Merging the halves of a block takes longer than they save below two half tiles, and below 12 items.
     if (is_packed && 11 * blocks >= gpu.sms && divide(tiles, splits) > 1) {
       block = MmaBlock::kShared;
       splits = 2 * in_clusters(divide(columns, 128));

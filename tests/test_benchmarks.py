@@ -538,8 +538,8 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
-def test_throughput_beside_others_waits_for_the_lock(tmp_path, monkeypatch):
-    """And the index of a layout's tensors is written, by which vLLM makes its layers."""
+def test_throughput_beside_others(tmp_path, monkeypatch):
+    """With a lock for what it measures. The index of a layout's tensors is written, by which vLLM makes its layers."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(throughput, "processes", lambda gpus: {7})
     jobs = []
@@ -555,6 +555,14 @@ def test_throughput_beside_others_waits_for_the_lock(tmp_path, monkeypatch):
     assert {"layers.42.ffn.experts.0.w1.weight_scale_2", "layers.42.attn.wq_b.scale"} <= names.keys()
     with pytest.raises(SystemExit, match="other processes"):
         throughput.main(asked)
+
+
+def test_one_at_a_time_has_the_lock(tmp_path):
+    with throughput.locked(tmp_path / "lock"), open(tmp_path / "lock") as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_throughput_of_v32(tmp_path, capsys):

@@ -79,7 +79,7 @@ for name in ("save_partial_states", "compress_norm_rope_store_triton"):
     setattr(module, name, counted("vllm", getattr(module, name)))
 try:
     from vllm.dsv4_overlay import small_compressor
-    small_compressor.current_platform = types.SimpleNamespace(is_cuda=lambda: True)
+    small_compressor.current_platform = types.SimpleNamespace(is_device_capability=lambda of: of == 90)
     small_compressor.save_compress_store = counted("ours", small_compressor.save_compress_store)
 except ImportError:
     pass
@@ -100,7 +100,7 @@ def compressor(ratio, head_dim, gen):
     return self, pages, rows
 
 out = []
-for ratio, head_dim, tokens in ((4, 512, 6), (4, 128, 6), (128, 512, 6), (4, 128, 257), (128, 512, 65)):
+for ratio, head_dim, tokens in ((4, 512, 6), (4, 128, 6), (128, 512, 16), (4, 128, 257), (128, 512, 17)):
     gen = torch.Generator().manual_seed(ratio + head_dim)
     self, pages, rows = compressor(ratio, head_dim, gen)
     positions = torch.arange(tokens) + ratio - 2  # windows that begin in the cache and end in the batch
@@ -130,7 +130,7 @@ import torch
 from vllm.dsv4_overlay import small_compressor
 
 def asked(tokens=1, dtype=torch.uint8, row=584, head_dim=512, ratio=4, fp4=False, scores=torch.float32, cuda=True):
-    small_compressor.current_platform = types.SimpleNamespace(is_cuda=lambda: cuda)
+    small_compressor.current_platform = types.SimpleNamespace(is_device_capability=lambda of: cuda and of == 90)
     rows = types.SimpleNamespace(kv_cache=torch.empty(2, 64, row, dtype=dtype))
     self = types.SimpleNamespace(
         compress_ratio=ratio, head_dim=head_dim, use_fp4_cache=fp4, k_cache_prefix="rows",

@@ -31,7 +31,8 @@ def save_and_compress(
         or kv_score.dtype != torch.float32
         or kv_cache.dtype != torch.uint8
         or kv_cache.shape[-1] != _ROW_BYTES[compressor.head_dim]
-        or not current_platform.is_cuda()
+        # Whose kernels' rounding it follows.
+        or not current_platform.is_device_capability(90)
     ):
         return False
     save_compress_store(
