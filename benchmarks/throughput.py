@@ -42,8 +42,8 @@ too few layers a decode step waits for the CPU, and attention does not show. Emb
 over the experts even by routers of near-zero weights.
 
 With --lock FILE several commands start beside each other, each with a --work of its own, and one at a time
-measures; lock the file with flock(1) until all have started. They may share OUT. --timeout and the clocks are of the
-whole run, waiting included.
+measures; lock the file with flock(1) until all have started. They may share OUT. --timeout and the clocks are of
+the whole run, waiting included.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.

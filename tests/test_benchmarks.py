@@ -539,7 +539,7 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
 
 
 def test_throughput_beside_others(tmp_path, monkeypatch):
-    """With a lock for what it measures. The index of a layout's tensors is written, by which vLLM makes its layers."""
+    """With a lock for what it measures. The index of a layout's tensors is written, by which vLLM makes layers."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(throughput, "processes", lambda gpus: {7})
     jobs = []
@@ -558,9 +558,8 @@ def test_throughput_beside_others(tmp_path, monkeypatch):
 
 
 def test_one_at_a_time_has_the_lock(tmp_path):
-    with throughput.locked(tmp_path / "lock"), open(tmp_path / "lock") as other:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with throughput.locked(tmp_path / "lock"), open(tmp_path / "lock") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(tmp_path / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -642,5 +642,5 @@ def test_a_quantised_run_is_repeated_by_other_software(checkpoint, tmp_path, mon
     for version in ("1", "1", "2"):
         where = {"versions": version, "gpus": []}
         args = SimpleNamespace(folder=checkpoint.parent, work=tmp_path, steps=3, tp=1, where=where)
-        assert quantised_e2e.run(checkpoint.name, {}, None, [[1]], args)["ok"]
+        assert quantised_e2e.run("a", checkpoint.name, {}, 1, None, [[1]], args)["ok"]
     assert started == ["1", "2"]
