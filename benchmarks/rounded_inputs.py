@@ -49,12 +49,10 @@ class Rounding:
     """Rounds what goes into the linears that are FP8 in the checkpoint `folder`, once `install` was called."""
 
     def __init__(self, folder: Path):
-        self.linears = fp8_linears(folder)
-        self.done: set[str] = set()  # linears that were met
+        found = fp8_linears(folder)
         # wo_a is a grouped product; with one scale it is expanded to BF16 at load, and nothing is rounded.
-        self.grouped = {name for name in self.linears if name.endswith(".wo_a")}
-        for name in [name for name in self.grouped if self.linears[name] is None]:
-            del self.linears[name]
+        self.linears = {name: group for name, group in found.items() if group or not name.endswith(".wo_a")}
+        self.done: set[str] = set()  # linears that were met
 
     def input_of(self, linear: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         from vllm.dsv4_overlay.quantised_linears import checkpoint_modules
@@ -68,7 +66,7 @@ class Rounding:
 
     def of_groups(self, x: torch.Tensor) -> torch.Tensor:
         """The input of wo_a, [..., n]: in all layers alike."""
-        names = self.grouped & self.linears.keys()
+        names = {name for name in self.linears if name.endswith(".wo_a")}
         self.done |= names
         return rounded(x, GROUP) if names else x
 
