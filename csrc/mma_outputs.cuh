@@ -16,6 +16,13 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t address, int rank) {
 __device__ __forceinline__ void write_remote(uint32_t to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
+__device__ __forceinline__ void write_remote(uint32_t to, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void write_remote(uint32_t to, const uint4& x) {
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
 __device__ __forceinline__ uint4 read_remote(uint32_t from) {
   uint4 r;
   asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -97,6 +104,169 @@ struct Outputs : Values<FORMAT, BLOCK> {
       const float4 x = theirs[j * S::kGroupThreads];
       acc[j][0] = mine[0] * acc[j][0] + other[0] * x.x, acc[j][1] = mine[0] * acc[j][1] + other[0] * x.y;
       acc[j][2] = mine[1] * acc[j][2] + other[1] * x.z, acc[j][3] = mine[1] * acc[j][3] + other[1] * x.w;
+    }
+  }
+
+  // ---------------------------------------------------------------- merged in the shared memory of those who write them
+  // Scaled rows. A warp of a block has 64 dimensions, 16 of a thread for each of its rows: a *unit*.
+  static constexpr int kUnitsRow = kDim / 16;
+  // What a thread has to tell of its units: of 16 dimensions of two rows, two blocks of 8 columns by two.
+  struct Units {
+    float of[8][4];  // as accumulators are: [block][column of row g, of row g + 8]
+    int index;       // among those of a row
+  };
+
+  // Two groups have half of an item's keys each, and the same heads and dimensions in each thread. Each takes half of
+  // the dimensions: what it has of the others it tells the other group, through its ring, which nobody reads any more.
+  __device__ __forceinline__ void exchange_halves(Units& units, bool both_rows) {
+    SharedStorage<S>& other_storage = group ? (&shared)[-1] : (&shared)[1];
+    static_assert(kDimBlocks == 16, "half of them are a warp's of a group of eight");
+    const auto tell = [&](auto wide) {
+      using Word = std::conditional_t<decltype(wide)::value, float4, float2>;
+      Word* const to = reinterpret_cast<Word*>(shared.rows) + thread;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = group ? acc[j][i] : acc[8 + j][i];
+        if constexpr (decltype(wide)::value)
+          to[j * S::kGroupThreads] = make_float4(x[0], x[1], x[2], x[3]);
+        else
+          to[j * S::kGroupThreads] = make_float2(x[0], x[1]);
+      }
+    };
+    if (both_rows)
+      tell(std::true_type());
+    else
+      tell(std::false_type());
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (warp == 0 && t == 0)
+        shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
+        shared.row_stat[2][g + h * 8] = largest[h];
+    sync_threads(3, kConsumerThreads);
+    float mine[2], other[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float their_maximum = other_storage.row_stat[0][g + h * 8], most = fmaxf(maximum[h], their_maximum);
+      const float shift = most == -INFINITY ? 0.f : most;
+      mine[h] = exp2_fast(maximum[h] - shift), other[h] = exp2_fast(their_maximum - shift);
+      maximum[h] = most;
+      sum[h] = mine[h] * sum[h] + other[h] * other_storage.row_stat[1][g + h * 8];
+      largest[h] = fmaxf(largest[h], other_storage.row_stat[2][g + h * 8]);
+    }
+    const auto add = [&](auto wide) {
+      using Word = std::conditional_t<decltype(wide)::value, float4, float2>;
+      const Word* const from = reinterpret_cast<const Word*>(other_storage.rows) + thread;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const Word x = from[j * S::kGroupThreads];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) units.of[j][i] = mine[i / 2] * (group ? acc[8 + j][i] : acc[j][i]);
+        units.of[j][0] = fmaf(other[0], x.x, units.of[j][0]), units.of[j][1] = fmaf(other[0], x.y, units.of[j][1]);
+        if constexpr (decltype(wide)::value)
+          units.of[j][2] = fmaf(other[1], x.z, units.of[j][2]), units.of[j][3] = fmaf(other[1], x.w, units.of[j][3]);
+      }
+    };
+    if (both_rows)
+      add(std::true_type());
+    else
+      add(std::false_type());
+    units.index = (group * S::kWarps + warp) * 4 + t;
+  }
+  // Where run i of 8 dimensions of unit `index` of a row begins.
+  static __device__ __forceinline__ int dim_of(int index, int i) {
+    const int of_warp = index / 4;
+    return S::first_dim(of_warp % S::kWarps, index % 4, i, of_warp / S::kWarps);
+  }
+
+  // The blocks of a cluster have a share of the keys each, and each writes a share of the outputs: it is told by all others
+  // what they have of these, and all their maxima and sums. Partial outputs are fp16: the 16 values of a unit are
+  // divided by a power of two, so that any are in range.
+  __device__ __forceinline__ void push_and_merge(int item, int64_t token, int head0) {
+    const int blocks = p.splits / S::kConsumerGroups, block = item % p.splits / S::kConsumerGroups;
+    SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
+    Received<S>& received = *reinterpret_cast<Received<S>*>(&shared + S::kConsumerGroups);
+    const int rows = min(kHeads, p.heads - head0), all = rows * kUnitsRow;
+    const int share = (all + blocks - 1) / blocks;  // of the units, a block's
+    Units units;
+    if constexpr (BLOCK == MmaBlock::kShared) {
+      exchange_halves(units, rows > 8);
+    } else {
+      static_assert(kDimBlocks == 8 || BLOCK == MmaBlock::kPaired, "");
+      units.index = warp * 4 + t;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) units.of[j][i] = acc[j][i];
+    }
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = g + h * 8;
+      if (row >= rows) continue;
+      if (units.index < blocks) {  // a thread of a row for each block
+        write_remote(of_rank(smem_address(&received.stats[block][row]), units.index), maximum[h], sum[h]);
+        if (p.max_logits) write_remote(of_rank(smem_address(&received.largest[block][row]), units.index), largest[h]);
+      }
+      float most = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(units.of[j][2 * h + i]));
+      const float2 power = power_below(__float_as_uint(most) >> 16);
+      const int unit = row * kUnitsRow + units.index, owner = unit / share, at = block * share + unit % share;
+      write_remote(of_rank(smem_address(&received.power[at]), owner), power.x);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          packed[j] = pack_half(units.of[2 * j][2 * h + i] * power.y, units.of[2 * j + 1][2 * h + i] * power.y);
+        write_remote(of_rank(smem_address(&received.values[at][i]), owner),
+                     make_uint4(packed[0], packed[1], packed[2], packed[3]));
+      }
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const int first = block * share, mine = min(share, all - first);
+    for (int n = group * S::kGroupThreads + thread; n < 2 * mine; n += kConsumerThreads) {
+      const int i = n % 2, unit = first + n / 2, row = unit / kUnitsRow, head = head0 + row;
+      const float sink = shared.sinks[row];
+      float top = -INFINITY;
+#pragma unroll 4
+      for (int r = 0; r < blocks; ++r) top = fmaxf(top, received.stats[r][row].x);
+      float shift = fmaxf(top, sink);
+      if (shift == -INFINITY) shift = 0.f;
+      float total = exp2_fast(sink - shift), value[8] = {};
+#pragma unroll 4
+      for (int r = 0; r < blocks; ++r) {
+        const float2 stats = received.stats[r][row];
+        const float weight = exp2_fast(stats.x - shift), by = weight * received.power[r * share + n / 2];
+        total = fmaf(weight, stats.y, total);
+        uint32_t w[4];
+        unpack(w, received.values[r * share + n / 2][i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
+          value[2 * j] = fmaf(by, x.x, value[2 * j]), value[2 * j + 1] = fmaf(by, x.y, value[2 * j + 1]);
+        }
+      }
+      const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
+      if (p.lse && unit % kUnitsRow == 0 && i == 0) {  // of keys alone: a sink can be far above them
+        float most = -INFINITY, keys = 0.f;
+        for (int r = 0; r < blocks; ++r) {
+          if (p.max_logits) most = fmaxf(most, received.largest[r][row]);
+          if (received.stats[r][row].y != 0.f)
+            keys += exp2_fast(received.stats[r][row].x - top) * received.stats[r][row].y;
+        }
+        write_statistics(p, token, head, top, keys, most);
+      }
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
+      *reinterpret_cast<uint4*>(out_of(token, head) + dim_of(unit % kUnitsRow, i)) =
+          make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
   }
 

@@ -76,8 +76,20 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[kMmaMaxSplits][3][kHeads];  // of the blocks of a cluster; only in its first group's
+  float stats[S::kIsScaled ? 1 : kMmaMaxSplits][3][kHeads];  // of the blocks of a cluster; only in its first group's
   int turns[kMostTurns];                                             // of the block; only in its first group's
+};
+
+// What a block that shares its token's keys is told by all of them; behind the storage of its groups. A unit is 16
+// dimensions of a row, of which the block has a share.
+template <typename S>
+struct Received {
+  static constexpr bool kExists = S::kIsScaled;
+  static constexpr int kUnits = kExists ? kHeads * kDim / 16 + kMmaMaxSplits : 1;
+  uint4 values[kUnits][2];
+  float power[kUnits];
+  float2 stats[kMmaMaxSplits][kHeads];  // maximum and sum
+  float largest[kMmaMaxSplits][kHeads];
 };
 
 }  // namespace mma

@@ -90,8 +90,9 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
   using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values, Base::write_outputs;
-  using Base::merge_halves, Base::merge;
+  using Base::merge_halves, Base::merge, Base::push_and_merge;
   using S = typename Base::S;
+  static constexpr bool kPushes = S::kIsScaled && BLOCK != MmaBlock::kPaired;  // partial outputs to those who merge them
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
   __device__ __forceinline__ void attend(int tiles, int& stage, int& parity, int& buffer) {
@@ -176,10 +177,15 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
+      const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
+      if (merges && kPushes) {
+        if constexpr (kPushes) push_and_merge(item, token, head0);
+        continue;
+      }
       if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
-      if (BLOCK == MmaBlock::kPaired || p.splits == S::kConsumerGroups) {
+      if (!merges) {
         if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
-      } else if constexpr (BLOCK != MmaBlock::kPaired) {
+      } else if constexpr (BLOCK != MmaBlock::kPaired && !kPushes) {
         merge(item, token, head0);
       }
     }
@@ -241,9 +247,9 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
       produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     else
       produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
-    if (merges) {  // as merge() does
+    if (merges) {  // as those who merge do
       __syncwarp();
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < (S::kIsScaled ? 1 : 2); ++i)
         asm volatile("barrier.cluster.wait.aligned;\n barrier.cluster.arrive.aligned;" ::: "memory");
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     }
@@ -261,7 +267,8 @@ template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Launch {
   static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, BLOCK>;
   using S = Shape<FORMAT, BLOCK>;
-  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>);
+  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>) +
+                                      (S::kIsScaled && BLOCK != MmaBlock::kPaired ? sizeof(Received<S>) : 0);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
 
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
