@@ -1,4 +1,4 @@
-"""The series small-kernels: what FP8 linears run beside their product, the sum of experts, compressors, and picks."""
+"""The series small-kernels: what FP8 linears run beside their product, the sum of experts, compressors, picks."""
 
 import json
 import os
@@ -202,8 +202,8 @@ def step(lengths, tokens, decode_lens=None, prefills=0, padding=0):
     taken.clear(), fills.clear()
     with Fills():
         layer.sparse_attn_indexer(
-            torch.zeros(rows, 1), "layer", torch.zeros(1, 64, 132, dtype=torch.uint8), torch.zeros(rows, 2, 128), None,
-            None, torch.zeros(rows, 2), 128, "ue8m0", K, 128, WIDTH, 4096, picks, True)
+            torch.zeros(rows, 1), "layer", torch.zeros(1, 64, 132, dtype=torch.uint8), torch.zeros(rows, 2, 128),
+            None, None, torch.zeros(rows, 2), 128, "ue8m0", K, 128, WIDTH, 4096, picks, True)
     return [list(taken), list(fills), picks.tolist()]
 
 class Workspaces:
@@ -213,7 +213,8 @@ class Workspaces:
 
 layer.current_workspace_manager = Workspaces
 layer.current_platform = types.SimpleNamespace(
-    is_cuda=lambda: True, is_xpu=lambda: False, support_deep_gemm=lambda: True, fp8_dtype=lambda: torch.float8_e4m3fn)
+    is_cuda=lambda: True, is_xpu=lambda: False, support_deep_gemm=lambda: True,
+    fp8_dtype=lambda: torch.float8_e4m3fn)
 out = [
     step([[700], [3], [0]], 3),
     step([[700], [3], [0]], 3, padding=2),
@@ -227,7 +228,8 @@ print(json.dumps(out))
 
 def run(tree, program, *arguments, **env):
     env = os.environ | {"PYTHONPATH": str(tree)} | env
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
