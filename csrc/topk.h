@@ -7,7 +7,8 @@
 
 namespace mla {
 
-constexpr int kTopKColumns = 32768;  // the most: a block holds its row in registers
+// The most columns and picks of a row.
+constexpr int kTopKColumns = 262144, kTopKMost = 8191;
 
 // One call. Names and meaning: indexer_topk in mla_kernels/indexer.py. Strides are in elements.
 struct TopK {
@@ -16,7 +17,7 @@ struct TopK {
   const int32_t* lengths;
   int32_t* out;
   int64_t out_stride;
-  int32_t rows, columns, k;  // one row and a k of one at least
+  int32_t rows, columns, k;  // one row and a k of one at least; rows below 2^28
 };
 
 cudaError_t launch_topk(const TopK& call, cudaStream_t stream);

@@ -269,8 +269,8 @@ void indexer_topk_sm90(Tensor scores, Tensor lengths, Tensor out) {
   const int64_t rows = scores.size(0), columns = scores.size(1), k = out.size(1);
   require(columns <= mla::kTopKColumns, "scores have ", columns, " columns, and must have ", mla::kTopKColumns,
           " at most.");
-  require(out.size(0) == rows && rows < int64_t{1} << 31 && k < int64_t{1} << 31, "out must be [", rows,
-          ", k], got ", shape(out), ".");
+  require(out.size(0) == rows && rows < int64_t{1} << 28 && k <= mla::kTopKMost, "out must be [", rows, ", ",
+          mla::kTopKMost, " at most], got ", shape(out), ".");
   require_ints("lengths", lengths, rows);
   require(lengths.device() == scores.device() && out.device() == scores.device(),
           "lengths and out must be on the device of scores.");

@@ -191,15 +191,19 @@ def test_topk_of_rows_of_any_length(device, provider, columns, k, scores_are):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns, offset", [(1, 0), (300, 0), (2300, 1), (20000, 0), (32767, 3), (32768, 0)])
+@pytest.mark.parametrize(
+    "columns, offset", [(1, 0), (300, 0), (2300, 1), (16384, 0), (16385, 0), (33000, 3), (262144, 0)]
+)
 @pytest.mark.parametrize("k", [1, 512, 2048])
 def test_topk_of_many_rows(device, columns, offset, k):
-    """More rows than the GPU has at once, of 16-byte accesses and without."""
+    """More rows than the GPU has at once, of 16-byte accesses and without, of a block and of a cluster of them."""
     skip_unless_served("sm90")
     gen = torch.Generator(device).manual_seed(columns)
     store = torch.randn(400, columns + offset + 1, generator=gen, device=device)
     scores = store[:, offset : offset + columns]
     lengths = torch.randint(-2, columns + 1, (400,), generator=gen, device=device, dtype=torch.int32)
+    lengths[::3] = lengths[::3] * 2300 // columns  # few, though there is room for many
+    scores[::2] = scores[::2].mul(8).round()  # with many equals
     given = scores, None, lengths, k
     want = indexer.indexer_topk(*given, provider="triton")
     for provider in ("sm90", "sm90", "sm90", None):

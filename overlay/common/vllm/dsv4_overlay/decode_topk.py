@@ -21,7 +21,7 @@ def decode_topk(
     order."""
     # Of the width and not `max_seq_len`: a CUDA graph keeps the choice, and later steps
     # may have longer rows.
-    if serves_topk(logits):
+    if serves_topk(logits, k):
         indexer_topk(logits, None, seq_lens.reshape(-1), k, out, provider="sm90")
     else:
         torch.ops._C.persistent_topk(logits, seq_lens, out, workspace, k, max_seq_len)

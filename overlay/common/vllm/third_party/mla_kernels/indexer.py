@@ -193,8 +193,8 @@ def indexer_topk(
             as far as there are columns; None starts at 0.
         k: how many.
         out: int32 `[rows, k]`, rows contiguous; allocated when None.
-        provider: "reference", "triton" or "sm90" (csrc/topk.cu; without `starts`, up to
-            32768 columns); None picks by the device and what fits.
+        provider: "reference", "triton" or "sm90" (csrc/topk.cu: without `starts`, up to
+            262144 columns and a k of 8191); None picks by the device and what fits.
 
     Raises:
         ValueError: an argument does not fit. One sentence.
@@ -217,7 +217,7 @@ def indexer_topk(
             f"out must be int32 [{rows}, {k}], got {out.dtype} {list(out.shape)}."
         )
     _check_last("out", out)
-    if provider is None and starts is None and serves_topk(scores):
+    if provider is None and starts is None and serves_topk(scores, k):
         provider = "sm90"
     if provider == "sm90":
         if starts is not None:

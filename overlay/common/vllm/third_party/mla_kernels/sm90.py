@@ -36,7 +36,7 @@ _SCHEMAS = (
         "Tensor(b!)? max_logits, Tensor(c!)? lse, int format, float scale) -> ()"
     ),
 )
-TOPK_COLUMNS = 32768  # kTopKColumns of csrc/topk.h
+TOPK_COLUMNS, TOPK_MOST = 262144, 8191  # of csrc/topk.h
 # RowFormat of csrc/sparse_mla_rows.h, by the name of a format and the dimensions of a
 # key.
 _FORMATS = {
@@ -161,10 +161,11 @@ def slots_sm90(
     )
 
 
-def serves_topk(scores: torch.Tensor) -> bool:
-    """Whether `topk_sm90` is for scores of this shape on this GPU; loads the library if
+def serves_topk(scores: torch.Tensor, k: int) -> bool:
+    """Whether `topk_sm90` takes scores of this shape on this GPU; loads the library if
     need be."""
-    return scores.shape[1] <= TOPK_COLUMNS and serves(_capability(scores.device))
+    fits = scores.shape[1] <= TOPK_COLUMNS and k <= TOPK_MOST
+    return fits and serves(_capability(scores.device))
 
 
 def topk_sm90(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
