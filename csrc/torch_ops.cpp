@@ -15,6 +15,7 @@
 #include "insert.h"
 #include "slots.h"
 #include "sparse_mla_rows.h"
+#include "topk.h"
 
 // Weak, because a torch without CUDA does not have it: there the library loads, and its checks can be tested.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -83,6 +84,11 @@ void require_heads(int64_t heads) {
 
 void require_device(const char* name, const Tensor& x, const Tensor& q) {
   require(x.device() == q.device(), name, " must be on the device of q.");
+}
+
+void require_ints(const char* name, const Tensor& x, int64_t length) {
+  require(x.dim() == 1 && x.size(0) == length && x.is_contiguous() && x.scalar_type() == ScalarType::Int, name,
+          " must be [", length, "] int32, contiguous, got ", shape(x), ".");
 }
 
 // What launches: the caller's device is made current, whatever another copy of the runtime thinks is.
@@ -253,6 +259,35 @@ void request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, Tensor blo
   on_current_stream(rows, [&](cudaStream_t stream) { return mla::launch_slots(call, stream); }, "rows");
 }
 
+void indexer_topk_sm90(Tensor scores, Tensor lengths, Tensor out) {
+  const auto require_rows = [](const char* name, const Tensor& x, ScalarType dtype, const char* dtype_name) {
+    require(x.dim() == 2 && x.scalar_type() == dtype && (x.size(1) <= 1 || x.stride(1) == 1), name, " must be ",
+            dtype_name, " of 2 dimensions, the last contiguous, got ", shape(x), ".");
+  };
+  require_rows("scores", scores, ScalarType::Float, "fp32");
+  require_rows("out", out, ScalarType::Int, "int32");
+  const int64_t rows = scores.size(0), columns = scores.size(1), k = out.size(1);
+  require(columns <= mla::kTopKColumns, "scores have ", columns, " columns, and must have ", mla::kTopKColumns,
+          " at most.");
+  require(out.size(0) == rows && rows < int64_t{1} << 28 && k <= mla::kTopKMost, "out must be [", rows, ", ",
+          mla::kTopKMost, " at most], got ", shape(out), ".");
+  require_ints("lengths", lengths, rows);
+  require(lengths.device() == scores.device() && out.device() == scores.device(),
+          "lengths and out must be on the device of scores.");
+  if (rows == 0 || k == 0) return;
+
+  mla::TopK call = {};
+  call.scores = static_cast<const float*>(scores.data_ptr());
+  call.scores_stride = scores.stride(0);
+  call.lengths = static_cast<const int32_t*>(lengths.data_ptr());
+  call.out = static_cast<int32_t*>(out.data_ptr());
+  call.out_stride = out.stride(0);
+  call.rows = static_cast<int32_t>(rows);
+  call.columns = static_cast<int32_t>(columns);
+  call.k = static_cast<int32_t>(k);
+  on_current_stream(scores, [&](cudaStream_t stream) { return mla::launch_topk(call, stream); }, "scores");
+}
+
 // `[pages, page, 512]`
 mla::Pool pool(const char* name, const Tensor& x, bool fp8) {
   require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
@@ -271,11 +306,6 @@ bool is_heads(const Tensor& x) { return x.dim() == 3 && x.size(2) == kHeadDim &&
 bool is_aligned(const Tensor& x, int64_t bytes) {
   return x.stride(0) * bytes % 16 == 0 && x.stride(1) * bytes % 16 == 0 &&
          reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
-}
-
-void require_ints(const char* name, const Tensor& x, int64_t length) {
-  require(x.dim() == 1 && x.size(0) == length && x.is_contiguous() && x.scalar_type() == ScalarType::Int, name,
-          " must be [", length, "] int32, contiguous, got ", shape(x), ".");
 }
 
 void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Tensor topk_lens, Tensor visible,
@@ -466,6 +496,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_kernels, CUDA, library) {
   library.impl("full_cache_bf16_insert", TORCH_BOX(&full_cache_bf16_insert));
   library.impl("full_cache_fp8_insert", TORCH_BOX(&full_cache_fp8_insert));
   library.impl("full_cache_fp8_insert_bf16_q", TORCH_BOX(&full_cache_fp8_insert_bf16_q));
+  library.impl("indexer_topk_sm90", TORCH_BOX(&indexer_topk_sm90));
   library.impl("request_rows_to_slots_sm90", TORCH_BOX(&request_rows_to_slots_sm90));
   library.impl("sparse_mla_sm90", TORCH_BOX(&sparse_mla_sm90));
   library.impl("sparse_mla_rows_sm90", TORCH_BOX(&sparse_mla_rows_sm90));

@@ -1,4 +1,4 @@
-"""The series small-kernels: what FP8 linears run beside their product, the sum of experts, and compressors."""
+"""The series small-kernels: what FP8 linears run beside their product, the sum of experts, compressors, picks."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pytest
 from on_request import ON_REQUEST, TREE, tree_with
 
 NAME = "small-kernels"
+INDEXER = "vllm/model_executor/layers/sparse_attn_indexer.py"
 COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 MARLIN = "vllm/model_executor/layers/fused_moe/experts/marlin_moe.py"
 if NAME not in ON_REQUEST:
@@ -143,9 +144,92 @@ print(json.dumps([asked(tokens=4096), asked(dtype=torch.bfloat16, row=512), aske
 """
 
 
-def run(tree, program, **env):
+# vLLM's indexer, with scores that are given and its top-k in torch, over what an earlier step left.
+PICKS = """
+import json
+import sys
+import types
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers import sparse_attn_indexer as layer
+from vllm.v1.attention.backends.mla import indexer
+
+K, WIDTH = 512, 700
+taken, fills = [], []
+
+def take(name, scores, lengths, picks):
+    taken.append(name)
+    picks.fill_(-7)
+    for row, length in enumerate(lengths.flatten().tolist()):
+        best = scores[row, : max(length, 0)].topk(min(K, max(length, 0))).indices.sort().values
+        picks[row] = -1
+        picks[row, : len(best)] = best.int()
+
+library = torch.library.Library("_C", "FRAGMENT")
+library.define("persistent_topk(Tensor logits, Tensor lengths, Tensor(a!) output, Tensor workspace, int k, "
+               "int max_seq_len) -> ()")
+library.impl("persistent_topk", lambda scores, lengths, picks, *rest: take("vllm", scores, lengths, picks), "CPU")
+if sys.argv[1] == "ours":
+    from vllm.dsv4_overlay import decode_topk
+    def served(scores, starts, lengths, k, out, provider):
+        assert starts is None and k == K and provider == "sm90" and lengths.shape == (len(scores),)
+        take("ours", scores, lengths, out)
+    decode_topk.indexer_topk, decode_topk.serves_topk = served, lambda scores, k: True
+
+class Fills(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        rows = args[0].shape[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
+        if operator.overloadpacket.__name__ == "fill_" and rows and args[1] == -1 and args[0].shape == (rows, K):
+            fills.append(rows)
+        return operator(*args, **kwargs or {})
+
+def step(lengths, tokens, decode_lens=None, prefills=0, padding=0):
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    batch, next_n = lengths.shape
+    gen = torch.Generator().manual_seed(batch)
+    scores = torch.randn(batch * next_n, WIDTH, generator=gen)
+    layer.fp8_fp4_paged_mqa_logits = lambda *args, **kwargs: scores
+    metadata = indexer.DeepseekV32IndexerMetadata(None, WIDTH, torch.zeros(tokens + prefills), batch, tokens,
+                                                  int(prefills > 0), prefills)
+    metadata.decode = indexer.DeepSeekV32IndexerDecodeMetadata(
+        None, lengths, torch.tensor(decode_lens or [next_n] * batch, dtype=torch.int32),
+        requires_padding=decode_lens is not None, schedule_metadata=None)
+    if prefills:  # of which none sees a row yet
+        metadata.prefill = indexer.DeepseekV32IndexerPrefillMetadata([])
+    layer.get_forward_context = lambda: types.SimpleNamespace(attn_metadata={"layer": metadata})
+    rows = tokens + prefills + padding
+    picks = torch.full((20, K), -9, dtype=torch.int32)
+    taken.clear(), fills.clear()
+    with Fills():
+        layer.sparse_attn_indexer(
+            torch.zeros(rows, 1), "layer", torch.zeros(1, 64, 132, dtype=torch.uint8), torch.zeros(rows, 2, 128),
+            None, None, torch.zeros(rows, 2), 128, "ue8m0", K, 128, WIDTH, 4096, picks, True)
+    return [list(taken), list(fills), picks.tolist()]
+
+class Workspaces:
+    @staticmethod
+    def get_simultaneous(*shapes_and_dtypes):
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+
+layer.current_workspace_manager = Workspaces
+layer.current_platform = types.SimpleNamespace(
+    is_cuda=lambda: True, is_xpu=lambda: False, support_deep_gemm=lambda: True,
+    fp8_dtype=lambda: torch.float8_e4m3fn)
+out = [
+    step([[700], [3], [0]], 3),
+    step([[700], [3], [0]], 3, padding=2),
+    step([[699, 700], [511, 512], [-1, 0]], 6),
+    step([[699, 700], [20, 0]], 3, decode_lens=[2, 1]),
+    step([[700], [3]], 2, prefills=3, padding=1),
+]
+print(json.dumps(out))
+"""
+
+
+def run(tree, program, *arguments, **env):
     env = os.environ | {"PYTHONPATH": str(tree)} | env
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -189,3 +273,17 @@ def test_compressors_of_few_tokens_take_one_launch(tree):
 )
 def test_other_rows_and_kinds_are_left_to_vllm(tree):
     assert run(tree, OTHERS) == [False] * 6
+
+
+@pytest.mark.skipif(INDEXER not in ON_REQUEST[NAME].files, reason="this release's series leaves picks as they are")
+def test_a_decode_fills_no_picks_that_its_topk_writes(tree):
+    ours, others, stock = (
+        run(where, PICKS, which, TRITON_INTERPRET="1")
+        for where, which in ((tree, "ours"), (tree, "vllm"), (TREE, "vllm"))
+    )
+    assert [taken for taken, *_ in ours] == [["ours"]] * 5
+    assert [taken for taken, *_ in others] == [taken for taken, *_ in stock] == [["vllm"]] * 5
+    assert [fills for _, fills, _ in stock] == [[3], [5], [6], [3], [6]]
+    assert [fills for _, fills, _ in ours] == [fills for _, fills, _ in others] == [[], [2], [], [], [6]]
+    for (*_, picks), (*_, fallen_back), (*_, expected) in zip(ours, others, stock, strict=True):
+        assert picks == fallen_back == expected

@@ -3,10 +3,14 @@
 import pytest
 import torch
 from mla_kernels import indexer
+from test_sparse_mla import skip_unless_served
 
 FP8 = torch.float8_e4m3fn
 INF = float("inf")
 PROVIDERS = pytest.mark.parametrize("provider", ["reference", "triton"])
+TOPK_PROVIDERS = pytest.mark.parametrize(
+    "provider", ["reference", "triton", pytest.param("sm90", marks=pytest.mark.gpu)]
+)
 
 
 def draw(gen, *shape, std=1.0):
@@ -126,8 +130,9 @@ def test_topk_of_distinct_scores_is_torchs(device, provider, columns, k):
         assert picked[row].tolist() == want + [-1] * (k - len(want))
 
 
-@PROVIDERS
+@TOPK_PROVIDERS
 def test_of_equal_scores_the_leftmost(device, provider):
+    skip_unless_served(provider)
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, 1e-40, -1e-40, 3.0])
     gen = torch.Generator().manual_seed(3)
     scores = values[torch.randint(len(values), (6, 3000), generator=gen)]
@@ -145,6 +150,97 @@ def test_topk_into_vllms_wider_buffer(device):
     out = indexer.indexer_topk(scores, starts, ends, 64, buffer[1:5, :64], provider="triton")
     assert out.data_ptr() == buffer[1].data_ptr() and (buffer[:, 64:] == 7).all() and (buffer[5] == 7).all()
     assert torch.equal(out, indexer.indexer_topk(scores, starts, ends, 64, provider="reference"))
+
+
+DRAWS = {
+    "random": lambda x: x,
+    "tied": lambda x: x.mul(2).round().div(2),
+    "equal": torch.zeros_like,
+    "close": lambda x: 100 + x * 1e-5,
+    "zeros": lambda x: x.relu(),
+    "far apart": lambda x: x.double().pow(31).float(),
+}
+
+
+@TOPK_PROVIDERS
+@pytest.mark.parametrize("scores_are", DRAWS)
+@pytest.mark.parametrize(
+    "columns, k", [(600, 512), (2300, 512), (2301, 2048), (4096, 1), (4097, 512), (8192, 2048), (16384, 512)]
+)
+def test_topk_of_rows_of_any_length(device, provider, columns, k, scores_are):
+    """What is behind a row's length, or beside its columns or its picks, is nothing to it."""
+    skip_unless_served(provider)
+    gen = torch.Generator().manual_seed(columns)
+    lengths = [0, 1, k - 1, k, k + 1, columns // 2, columns - 1, columns, columns + 9, -1, -(2**31)]
+    wide = torch.full((len(lengths), columns + 9), INF)
+    for row, length in enumerate(lengths):
+        length = min(max(length, 0), columns)
+        wide[row, :length] = DRAWS[scores_are](draw(gen, length, std=3.0))
+    lengths = torch.tensor(lengths).int()
+    out = torch.full((len(lengths) + 2, k + 3), -7, dtype=torch.int32, device=device)
+    picked = indexer.indexer_topk(
+        wide.to(device)[:, :columns], None, lengths.to(device), k, out[1:-1, 1:-2], provider=provider
+    ).cpu()
+    for row, length in enumerate(lengths.clamp(0, columns).tolist()):
+        best = wide[row, :length].sort(descending=True, stable=True).indices[:k].sort().values.int()
+        assert torch.equal(picked[row, : len(best)], best) and bool((picked[row, len(best) :] == -1).all())
+        values = wide[row, :length].topk(len(best)).values
+        assert torch.equal(wide[row, best.long()].sort(descending=True).values, values)
+    out[1:-1, 1:-2] = -7
+    assert bool((out == -7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "columns, offset", [(1, 0), (300, 0), (2300, 1), (16384, 0), (16385, 0), (33000, 3), (262144, 0)]
+)
+@pytest.mark.parametrize("k", [1, 512, 2048])
+def test_topk_of_many_rows(device, columns, offset, k):
+    """More rows than the GPU has at once, of 16-byte accesses and without, of a block and of a cluster of them."""
+    skip_unless_served("sm90")
+    gen = torch.Generator(device).manual_seed(columns)
+    store = torch.randn(400, columns + offset + 1, generator=gen, device=device)
+    scores = store[:, offset : offset + columns]
+    lengths = torch.randint(-2, columns + 1, (400,), generator=gen, device=device, dtype=torch.int32)
+    lengths[::3] = lengths[::3] * 2300 // columns  # few, though there is room for many
+    scores[::2] = scores[::2].mul(8).round()  # with many equals
+    given = scores, None, lengths, k
+    want = indexer.indexer_topk(*given, provider="triton")
+    for provider in ("sm90", "sm90", "sm90", None):
+        assert torch.equal(indexer.indexer_topk(*given, provider=provider), want)
+
+
+@pytest.mark.gpu
+def test_topk_in_a_graph_follows_lengths_and_scores(device):
+    skip_unless_served("sm90")
+    scores, lengths = torch.empty(16, 2304, device=device), torch.zeros(16, dtype=torch.int32, device=device)
+    out = torch.full((16, 512), -7, dtype=torch.int32, device=device)
+    indexer.indexer_topk(scores, None, lengths, 512, out, provider="sm90")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores.mul_(-1)  # what the kernel begins before the end of
+        indexer.indexer_topk(scores, None, lengths, 512, out, provider="sm90")
+        picked = out.clone()
+    for seed in range(20):
+        gen = torch.Generator(device).manual_seed(seed)
+        scores.copy_(torch.randn(16, 2304, generator=gen, device=device))
+        lengths.copy_(torch.randint(-1, 2305, (16,), generator=gen, device=device))
+        out.fill_(-7)
+        graph.replay()
+        assert torch.equal(picked, indexer.indexer_topk(scores, None, lengths, 512, provider="triton"))
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(starts=torch.zeros(2, dtype=torch.int32)), ValueError, "sm90 takes no starts"),
+        (dict(), RuntimeError, "needs the native library"),
+    ],
+)
+def test_refusals_of_the_kernel_for_hopper(change, error, words):
+    given = dict(scores=torch.zeros(2, 8), starts=None, ends=torch.ones(2, dtype=torch.int32), k=4)
+    with pytest.raises(error, match=words):
+        indexer.indexer_topk(**given | change, provider="sm90")
 
 
 def arguments():

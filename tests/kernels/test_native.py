@@ -485,6 +485,22 @@ refuse(slots, good, (
     (0, good[0], "rows must be on a CUDA GPU."),
 ))
 slots(ints(0, 96), *good[1:6], ints(0, 96))
+topk = native_kernel("indexer_topk_sm90")
+good = [floats(2, 96), ints(2), ints(2, 512)]
+refuse(topk, good, (
+    (0, rows(2, 96), "scores must be fp32 of 2 dimensions, the last contiguous, got [2, 96]."),
+    (0, floats(96, 2).T, "scores must be fp32 of 2 dimensions, the last contiguous"),
+    (0, floats(2, 262145), "scores have 262145 columns, and must have 262144 at most."),
+    (0, floats(3, 96), "out must be [3, 8191 at most], got [2, 512]."),
+    (2, ints(2, 8192), "out must be [2, 8191 at most], got [2, 8192]."),
+    (1, ints(2, 1), "lengths must be [2] int32, contiguous"),
+    (1, ints(2).long(), "lengths must be [2] int32, contiguous"),
+    (1, elsewhere(ints(2)), "lengths and out must be on the device of scores."),
+    (2, ints(512, 2).T, "out must be int32 of 2 dimensions, the last contiguous"),
+    (0, good[0], "scores must be on a CUDA GPU."),
+))
+topk(floats(0, 96), ints(0), ints(0, 512))
+topk(floats(2, 96), ints(2), ints(2, 0))
 print(len(BAD_ARGUMENTS), "refused")
 """
 

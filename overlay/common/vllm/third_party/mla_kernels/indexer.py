@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """The indexer of DeepSeek sparse attention: scores of keys and the rows that are
-picked, in Triton, for GPUs that DeepGEMM does not serve.
+picked, in Triton, for GPUs that DeepGEMM does not serve; and picks in CUDA, for Hopper.
 
 A query token's score of a key is `scale * sum over heads of weight * max(0, q . k)`
 (DeepSeek-V3.2-Exp's report, equation 1; the key's scale, and the query's in `weights`,
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .sm90 import serves_topk, topk_sm90
 from .triton_sparse_mla import _bytes, _converts_e4m3, _from_e4m3
 
 _TOPK_BLOCK = 1024
@@ -188,14 +189,16 @@ def indexer_topk(
 
     Args:
         scores: float32 `[rows, columns]`, without NaN.
-        starts, ends: int32 `[rows]`: row r has scores in `starts[r]` to `ends[r] - 1`;
-            None starts at 0.
+        starts, ends: int32 `[rows]`: row r has scores in `starts[r]` to `ends[r] - 1`,
+            as far as there are columns; None starts at 0.
         k: how many.
         out: int32 `[rows, k]`, rows contiguous; allocated when None.
-        provider: "reference" or "triton"; None picks by the device.
+        provider: "reference", "triton" or "sm90" (csrc/topk.cu: without `starts`, up to
+            262144 columns and a k of 8191); None picks by the device and what fits.
 
     Raises:
         ValueError: an argument does not fit. One sentence.
+        RuntimeError: "sm90" without the native library or on another GPU.
     """
     rows = len(scores)
     if scores.dtype != torch.float32 or scores.dim() != 2:
@@ -214,7 +217,13 @@ def indexer_topk(
             f"out must be int32 [{rows}, {k}], got {out.dtype} {list(out.shape)}."
         )
     _check_last("out", out)
-    if _provider(provider, scores) == "reference":
+    if provider is None and starts is None and serves_topk(scores, k):
+        provider = "sm90"
+    if provider == "sm90":
+        if starts is not None:
+            raise ValueError("the provider sm90 takes no starts.")
+        topk_sm90(scores, ends, out)
+    elif _provider(provider, scores) == "reference":
         from .indexer_reference import topk_reference
 
         topk_reference(scores, starts, ends, k, out)

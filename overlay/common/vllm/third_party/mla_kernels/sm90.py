@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
-"""The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu, csrc/slots.cu)
-in the library that native.py loads.
+"""The `sm90` provider: CUDA kernels for Hopper (csrc/sparse_mla_sm90.cu, csrc/slots.cu,
+csrc/topk.cu) in the library that native.py loads.
 
 Attention: 1 to 128 heads, padded to the next 16, 32 or 64 in registers only; rows of
 every format of `row_formats`. Up to 16 thread blocks share the keys of a token when the
@@ -18,6 +18,7 @@ from .attention import SparseAttention
 from .interface import SparseMLACall
 
 _SCHEMAS = (
+    "indexer_topk_sm90(Tensor scores, Tensor lengths, Tensor(a!) out) -> ()",
     (
         "request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, "
         "Tensor block_table, int block_size, Tensor? prefill_of_token, "
@@ -35,6 +36,7 @@ _SCHEMAS = (
         "Tensor(b!)? max_logits, Tensor(c!)? lse, int format, float scale) -> ()"
     ),
 )
+TOPK_COLUMNS, TOPK_MOST = 262144, 8191  # of csrc/topk.h
 # RowFormat of csrc/sparse_mla_rows.h, by the name of a format and the dimensions of a
 # key.
 _FORMATS = {
@@ -157,3 +159,20 @@ def slots_sm90(
         workspace_starts,
         out,
     )
+
+
+def serves_topk(scores: torch.Tensor, k: int) -> bool:
+    """Whether `topk_sm90` takes scores of this shape on this GPU; loads the library if
+    need be."""
+    fits = scores.shape[1] <= TOPK_COLUMNS and k <= TOPK_MOST
+    return fits and serves(_capability(scores.device))
+
+
+def topk_sm90(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `out`, from the first `lengths[r]` scores of row r; see `indexer_topk`.
+
+    Raises ValueError where an argument does not fit, RuntimeError without the native
+    library or on another GPU.
+    """
+    _require_library(scores.device)
+    torch.ops.mla_kernels.indexer_topk_sm90(scores, lengths, out)
