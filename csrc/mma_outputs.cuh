@@ -16,12 +16,24 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t address, int rank) {
 __device__ __forceinline__ void write_remote(uint32_t to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
-__device__ __forceinline__ void write_remote(uint32_t to, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+// The same, of which a barrier beside it counts the bytes when they are there: nobody need wait for them with a fence.
+#define MLA_SEND(vector) "st.async.shared::cluster.mbarrier::complete_tx::bytes" vector " "
+__device__ __forceinline__ void send(uint32_t to, float x, uint32_t barrier) {
+  asm volatile(MLA_SEND(".f32") "[%0], %1, [%2];" ::"r"(to), "f"(x), "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void write_remote(uint32_t to, const uint4& x) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
+__device__ __forceinline__ void send(uint32_t to, float x, float y, uint32_t barrier) {
+  asm volatile(MLA_SEND(".v2.f32") "[%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, const uint4& x, uint32_t barrier) {
+  asm volatile(MLA_SEND(".v4.b32") "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
+               "r"(barrier) : "memory");
+}
+#undef MLA_SEND
+__device__ __forceinline__ void wait_for_all(uint32_t barrier) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;}" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ uint4 read_remote(uint32_t from) {
   uint4 r;
@@ -188,7 +200,6 @@ struct Outputs : Values<FORMAT, BLOCK> {
     SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
     Received<S>& received = *reinterpret_cast<Received<S>*>(&shared + S::kConsumerGroups);
     const int rows = min(kHeads, p.heads - head0), all = rows * kUnitsRow;
-    const int share = (all + blocks - 1) / blocks;  // of the units, a block's
     Units units;
     if constexpr (BLOCK == MmaBlock::kShared) {
       exchange_halves(units, rows > 8);
@@ -200,14 +211,18 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) units.of[j][i] = acc[j][i];
     }
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their barriers are there
+    const int share = received.share;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = g + h * 8;
       if (row >= rows) continue;
+      const auto of = [](const void* x, int rank) { return of_rank(smem_address(x), rank); };
       if (units.index < blocks) {  // a thread of a row for each block
-        write_remote(of_rank(smem_address(&received.stats[block][row]), units.index), maximum[h], sum[h]);
-        if (p.max_logits) write_remote(of_rank(smem_address(&received.largest[block][row]), units.index), largest[h]);
+        const int rank = units.index;
+        const uint32_t there = of(&received.arrived, rank);
+        send(of(&received.stats[block][row], rank), maximum[h], sum[h], there);
+        if (p.max_logits) send(of(&received.largest[block][row], rank), largest[h], there);
       }
       float most = 0.f;
 #pragma unroll
@@ -215,20 +230,20 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(units.of[j][2 * h + i]));
       const float2 power = power_below(__float_as_uint(most) >> 16);
-      const int unit = row * kUnitsRow + units.index, owner = unit / share, at = block * share + unit % share;
-      write_remote(of_rank(smem_address(&received.power[at]), owner), power.x);
+      const int unit = row * kUnitsRow + units.index, owner = unit * received.inverse >> 20;
+      const int at = block * share + unit - owner * share;
+      const uint32_t there = of(&received.arrived, owner);
+      send(of(&received.power[at], owner), power.x, there);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t packed[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           packed[j] = pack_half(units.of[2 * j][2 * h + i] * power.y, units.of[2 * j + 1][2 * h + i] * power.y);
-        write_remote(of_rank(smem_address(&received.values[at][i]), owner),
-                     make_uint4(packed[0], packed[1], packed[2], packed[3]));
+        send(of(&received.values[at][i], owner), make_uint4(packed[0], packed[1], packed[2], packed[3]), there);
       }
     }
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    wait_for_all(smem_address(&received.arrived));
     const int first = block * share, mine = min(share, all - first);
     for (int n = group * S::kGroupThreads + thread; n < 2 * mine; n += kConsumerThreads) {
       const int i = n % 2, unit = first + n / 2, row = unit / kUnitsRow, head = head0 + row;

@@ -90,6 +90,22 @@ struct Received {
   float power[kUnits];
   float2 stats[kMmaMaxSplits][kHeads];  // maximum and sum
   float largest[kMmaMaxSplits][kHeads];
+  int share, inverse;                // units of a block, and what a number of a unit is multiplied by to divide by it
+  alignas(8) uint64_t arrived;       // completes when all have told what they have
+
+  // By one thread, before anybody tells anything.
+  __device__ __forceinline__ void init(const RowParams& p) {
+    const int item = blockIdx.x * S::kConsumerGroups, blocks = p.splits / S::kConsumerGroups;
+    const int head0 = item / p.splits % p.head_blocks * kHeads, rows = min(kHeads, p.heads - head0);
+    const int all = rows * (kDim / 16), block = item % p.splits / S::kConsumerGroups;
+    share = (all + blocks - 1) / blocks;
+    inverse = (1 << 20) / share + 1;
+    const int mine = max(0, min(share, all - block * share));
+    const int bytes = blocks * (mine * (16 * 2 + 4) + rows * (p.max_logits ? 12 : 8));
+    barrier_init(smem_address(&arrived), 1);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&arrived)), "r"(bytes)
+                 : "memory");
+  }
 };
 
 }  // namespace mma

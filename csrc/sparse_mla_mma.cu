@@ -208,15 +208,21 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const int lane = threadIdx.x % 32;
   const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
-  if (merges) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // waited for before the first push
+  constexpr bool kPushes = S::kIsScaled && BLOCK != MmaBlock::kPaired;
+  // Waited for before blocks write to each other; where they are told by barriers, these are there then.
+  const auto begin = [] { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); };
+  if (merges && !kPushes) begin();
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
       barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
+    if (kPushes && merges && threadIdx.x == 0) reinterpret_cast<Received<S>*>(groups + S::kConsumerGroups)->init(p);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  __syncwarp();
+  if (merges && kPushes) begin();
   touch(p);
   // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
   // time.
@@ -249,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
       produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     if (merges) {  // as those who merge do
       __syncwarp();
-      for (int i = 0; i < (S::kIsScaled ? 1 : 2); ++i)
+      for (int i = 0; i < (kPushes ? 0 : 2); ++i)
         asm volatile("barrier.cluster.wait.aligned;\n barrier.cluster.arrive.aligned;" ::: "memory");
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     }
