@@ -288,7 +288,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
   // The blocks of a cluster have a share of the keys each. All others are told what the first group of each has, its maxima and
   // sums, then all add up their share of the output from everybody's shared memory, all of which they ask for at once.
   __device__ __forceinline__ void merge(int item, int64_t token, int head0) const {
-    const int blocks = p.splits / S::kConsumerGroups, block = item % p.splits / S::kConsumerGroups;
+    const int blocks = p.splits / S::kConsumerGroups, block = p.share_of(item) / S::kConsumerGroups;
     SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
     // Partial outputs of plain E4M3 rows are divided by their own sum: averages of rows, at most 448, which fp16 holds.
     constexpr bool kHalf = FORMAT == RowFormat::kE4M3;

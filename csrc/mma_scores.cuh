@@ -54,13 +54,15 @@ struct Scores {
   static __device__ __forceinline__ int slot(int piece) { return piece < 8 ? piece % kWarps : kWarps; }
 
   __device__ __forceinline__ void load_q(int64_t token, int head0) {
-    // What the end needs of memory is asked for now.
-    float for_end = -INFINITY;
-    if (thread == kHeads)
-      for_end = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
-    else if (thread < min(kHeads, p.heads - head0) && p.sinks)
-      for_end = p.sinks[head0 + thread] * kLog2e;
-
+    // The same address for all pieces of a row: else the compiler multiplies strides for each.
+    const bool is_fp8 = FORMAT == RowFormat::kE4M3 && p.q_is_fp8;
+    const uint8_t* row_of_q[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int64_t at = (token * p.q_token_stride + (head0 + g + h * 8) * p.q_head_stride) * (is_fp8 ? 1 : 2);
+      asm("" : "+l"(at));
+      row_of_q[h] = static_cast<const uint8_t*>(p.q) + at;
+    }
     uint4 raw[kRounds][2][2];  // 16 values of rows g and g + 8: one run of 16, or two of 8 if wide
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
@@ -71,20 +73,25 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int dim = piece * 64 + (is_narrow(piece) ? t * 16 + i * 8 : i * 32 + t * 8);
-          const int64_t at = token * p.q_token_stride + head * p.q_head_stride + dim;
           uint4& to = raw[round][h][i];
           if (head >= p.heads || piece >= S::kPieces) {
             to = make_uint4(0, 0, 0, 0);
-          } else if (FORMAT == RowFormat::kE4M3 && p.q_is_fp8) {
-            const uint2 w = *reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(p.q) + at);
+          } else if (is_fp8) {
+            const uint2 w = *reinterpret_cast<const uint2*>(row_of_q[h] + dim);
             to = make_uint4(half_to_bf16(e4m3_low(w.x)), half_to_bf16(e4m3_high(w.x)), half_to_bf16(e4m3_low(w.y)),
                             half_to_bf16(e4m3_high(w.y)));
           } else {
-            to = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.q) + at);
+            to = *reinterpret_cast<const uint4*>(row_of_q[h] + dim * 2);
           }
         }
       }
     }
+    // What the end needs of memory is asked for now, too.
+    float for_end = -INFINITY;
+    if (thread == kHeads)
+      for_end = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+    else if (thread < min(kHeads, p.heads - head0) && p.sinks)
+      for_end = p.sinks[head0 + thread] * kLog2e;
     // fp16 holds q / 2^e whatever q is; 2^e, from the largest value of the row, goes back in with the scale. What is
     // wide is divided too, which BF16 does exactly.
     if constexpr (kNarrowQ)
@@ -167,8 +174,8 @@ struct Scores {
   // The next item's q, into the L2 cache.
   __device__ __forceinline__ void prefetch_q(int item) const {
     if (item >= p.items) return;
-    const int64_t token = item / (p.splits * p.head_blocks);
-    const int head = item / p.splits % p.head_blocks * kHeads + thread / 8;
+    const int64_t token = p.token_of(item);
+    const int head = p.head_block_of(item) * kHeads + thread / 8;
     if (thread < kHeads * 8 && head < p.heads) {
       const int64_t at = token * p.q_token_stride + head * p.q_head_stride + thread % 8 * 64;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.q) + at * (p.q_is_fp8 ? 1 : 2)));

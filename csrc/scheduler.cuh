@@ -9,7 +9,16 @@
 namespace mla {
 
 struct RowParams : InItems<SparseMlaRows> {
-  using InItems::InItems;
+  Divisor by_splits, by_token;  // of items: the blocks that share keys, all blocks of a token
+
+  RowParams(const SparseMlaRows& call, int heads, int splits)
+      : InItems(call, heads, splits), by_splits(splits), by_token(splits * head_blocks) {}
+  __device__ __forceinline__ int token_of(int item) const { return divided(item, by_token); }
+  // Which share of the keys, and which block of heads.
+  __device__ __forceinline__ int share_of(int item) const { return item - divided(item, by_splits) * splits; }
+  __device__ __forceinline__ int head_block_of(int item) const {
+    return divided(item, by_splits) - divided(item, by_token) * head_blocks;
+  }
 };
 
 // Lengths of an item's token, which are asked for an item ahead.
@@ -17,7 +26,7 @@ struct KeyLengths {
   int of[2];
 
   __device__ __forceinline__ KeyLengths(const RowParams& p, int item) {
-    const int at = divided(min(item, p.items - 1) / (p.splits * p.head_blocks), p.tokens_per_length);
+    const int at = divided(p.token_of(min(item, p.items - 1)), p.tokens_per_length);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const int32_t* const lengths = p.sources[s].lengths;
@@ -34,7 +43,7 @@ struct LaneLengths {
   int mine;
 
   __device__ __forceinline__ LaneLengths(const RowParams& p, int item, int lane) {
-    const int at = divided(min(item, p.items - 1) / (p.splits * p.head_blocks), p.tokens_per_length);
+    const int at = divided(p.token_of(min(item, p.items - 1)), p.tokens_per_length);
     const int32_t* const lengths = lane & 1 ? p.sources[1].lengths : p.sources[0].lengths;
     mine = lengths ? lengths[at] : INT_MAX;
   }
@@ -50,15 +59,15 @@ struct Keys {
   int of_first, first, keys, tiles;
 
   __device__ __forceinline__ Keys(const RowParams& p, int item, const KeyLengths& lengths) {
-    token = item / (p.splits * p.head_blocks);
+    token = p.token_of(item);
     const auto count = [&](int s) {
       const KeySource& source = p.sources[s];
       return max(source.offset, min(lengths.of[s], source.width + source.offset)) - source.offset;
     };
     of_first = count(0);
     const int all = of_first + (p.second_needs_first && lengths.of[0] <= 0 ? 0 : count(1));
-    const int share = ((all + p.splits - 1) / p.splits + 15) / 16 * 16;
-    first = min(item % p.splits * share, all);
+    const int share = (divided(all + p.splits - 1, p.by_splits) + 15) / 16 * 16;
+    first = min(p.share_of(item) * share, all);
     keys = min(share, all - first);
     tiles = (max(keys, 1) + TILE - 1) / TILE;  // an empty tile, rather than none
   }

@@ -21,7 +21,8 @@ namespace mla {
 namespace mma {
 
 // ---------------------------------------------------------------- producer
-// A lane looks up a row, a stage ahead; eight lanes copy 128 bytes at a time.
+// A lane looks up a row, a stage ahead; eight lanes copy 128 bytes at a time. What can be known of the first keys before
+// the kernel before has ended is found out before: all, if a call has no lengths.
 
 template <typename S, bool FIRST, typename Order>
 __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& shared, int warp, int lane,
@@ -30,12 +31,15 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
   const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
   int turn = 0, item = turns[0];
   if (item >= p.items) return;
+  Keys<S::kKeys> k(p, item, KeyLengths(INT_MAX, INT_MAX));
+  asm volatile("" : "+r"(k.first), "+r"(k.keys), "+r"(k.tiles), "+l"(k.token));
+  wait_for_previous();
+  if (p.sources[0].lengths || p.sources[1].lengths) k = Keys<S::kKeys>(p, item, KeyLengths(p, item));
   const auto look_up = [&](const Keys<S::kKeys>& k, int tile) {
     return lane < kRows ? k.index(p, tile * S::kKeys + my_key) : -1;
   };
-  Keys<S::kKeys> k(p, item, KeyLengths(p, item));
-  KeyLengths next_lengths(p, turns[1]);
   int next_index = look_up(k, 0), stage = 0, parity = 1;
+  KeyLengths next_lengths(p, turns[1]);
   while (item < p.items) {
     for (int tile = 0, tiles = k.tiles; tile < tiles; ++tile) {
       const int index = next_index;
@@ -172,8 +176,8 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
     int stage = 0, parity = 0, buffer = 0;
     for (int turn = 0, item = turns[0]; item < p.items; item = turns[++turn]) {
       const KeyLengths lengths(p, item);
-      const int64_t token = item / (p.splits * p.head_blocks);
-      const int head0 = item / p.splits % p.head_blocks * kHeads;
+      const int64_t token = p.token_of(item);
+      const int head0 = p.head_block_of(item) * kHeads;
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
@@ -247,7 +251,6 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   if (!is_sorted) __syncthreads();
   if (warp >= kConsumerThreads / 32) {
     give_registers<S::kProducerRegisters>();
-    wait_for_previous();
     const int group = S::kConsumerGroups > 1 ? (warp - kConsumerThreads / 32) / S::kProducerWarps : 0;
     if (p.keep_outputs)
       produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
