@@ -196,7 +196,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
   // what they have of these, and all their maxima and sums. Partial outputs are fp16: the 16 values of a unit are
   // divided by a power of two, so that any are in range.
   __device__ __forceinline__ void push_and_merge(int item, int64_t token, int head0) {
-    const int blocks = p.splits / S::kConsumerGroups, block = item % p.splits / S::kConsumerGroups;
+    const int blocks = p.splits / S::kConsumerGroups, block = p.share_of(item) / S::kConsumerGroups;
     SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
     Received<S>& received = *reinterpret_cast<Received<S>*>(&shared + S::kConsumerGroups);
     const int rows = min(kHeads, p.heads - head0), all = rows * kUnitsRow;

@@ -96,8 +96,8 @@ struct Received {
   // By one thread, before anybody tells anything.
   __device__ __forceinline__ void init(const RowParams& p) {
     const int item = blockIdx.x * S::kConsumerGroups, blocks = p.splits / S::kConsumerGroups;
-    const int head0 = item / p.splits % p.head_blocks * kHeads, rows = min(kHeads, p.heads - head0);
-    const int all = rows * (kDim / 16), block = item % p.splits / S::kConsumerGroups;
+    const int head0 = p.head_block_of(item) * kHeads, rows = min(kHeads, p.heads - head0);
+    const int all = rows * (kDim / 16), block = p.share_of(item) / S::kConsumerGroups;
     share = (all + blocks - 1) / blocks;
     inverse = (1 << 20) / share + 1;
     const int mine = max(0, min(share, all - block * share));

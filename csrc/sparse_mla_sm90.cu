@@ -81,8 +81,9 @@ struct MmaDivision {
     if (is_packed) block = MmaBlock::kHalf;
     const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
     splits = in_clusters(tiles);
-    // Merging the halves of a block takes longer than they save below two half tiles, and below 12 items.
-    if (is_packed && 11 * blocks >= gpu.sms && divide(tiles, splits) > 1) {
+    // The halves of a block save less than merging them takes unless they have this many half tiles, and below 12 items.
+    const int least = format == RowFormat::kV4 ? 4 : 7;
+    if (is_packed && 11 * blocks >= gpu.sms && divide(tiles, splits) >= least) {
       block = MmaBlock::kShared;
       splits = 2 * in_clusters(divide(columns, 128));
     }
