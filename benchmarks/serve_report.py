@@ -26,7 +26,7 @@ KINDS = {
     "quantisation": re.compile("scale_1x128|quant_(8bit|per_head)|fp8_quant"),
     "compressors and inserts": re.compile("(?i)compress_norm|_compress_|insert|save_partial_states"),
     "index tables": re.compile("_indices_and_lens|_slot_mapping|c128a_topk|(build|slots)_kernel|topk_swa_indices"),
-    "top-k": re.compile("persistent_topk|top_k_per_row"),
+    "top-k": re.compile("persistent_topk|top_k_per_row|mla::.*topk_kernel"),
     "index scores": re.compile("mqa_logits|(?i:indexer_?q)"),
     "mHC": re.compile("mhc_|hc_head|hc_prenorm"),
     "fills": re.compile("FillFunctor"),

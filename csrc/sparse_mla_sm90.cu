@@ -73,20 +73,11 @@ struct MmaDivision {
       splits = blocks > gpu.sms ? 1 : 2;
       return;
     }
-    const auto in_clusters = [&](int tiles) {
-      return cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms,
-                            [&](int splits) { return mma_clusters(format, block, splits, gpu.device); });
-    };
     const bool is_packed = format == RowFormat::kV4 || format == RowFormat::kV32;
     if (is_packed) block = MmaBlock::kHalf;
     const int tiles = divide(columns, is_wide || is_packed ? 64 : 128);
-    splits = in_clusters(tiles);
-    // The halves of a block save less than merging them takes unless they have this many half tiles, and below 12 items.
-    const int least = format == RowFormat::kV4 ? 4 : 7;
-    if (is_packed && 11 * blocks >= gpu.sms && divide(tiles, splits) >= least) {
-      block = MmaBlock::kShared;
-      splits = 2 * in_clusters(divide(columns, 128));
-    }
+    splits = cluster_splits(blocks, tiles, kMmaMaxSplits, gpu.sms,
+                            [&](int splits) { return mma_clusters(format, block, splits, gpu.device); });
   }
 };
 

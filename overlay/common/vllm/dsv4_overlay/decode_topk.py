@@ -20,8 +20,10 @@ def decode_topk(
     choices among equal scores; the overlay's are those from the left, in ascending
     order."""
     # Of the width and not `max_seq_len`: a CUDA graph keeps the choice, and later steps
-    # may have longer rows.
-    if serves_topk(logits, k):
+    # may have longer rows. Wide rows take eight blocks each, and many of them longer
+    # than vLLM's kernel (measured with 16 and 64).
+    rows, columns = logits.shape
+    if serves_topk(logits, k) and (columns <= 16384 or rows <= 32):
         indexer_topk(logits, None, seq_lens.reshape(-1), k, out, provider="sm90")
     else:
         torch.ops._C.persistent_topk(logits, seq_lens, out, workspace, k, max_seq_len)
