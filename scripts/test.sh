@@ -22,6 +22,7 @@ unset PYTHONDONTWRITEBYTECODE # the many processes of tests would each compile a
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # vLLM keeps Triton without a GPU only if none is meant to be visible; kernels are interpreted.
     export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
+    export OMP_NUM_THREADS=1 # two processes of tests at a time, whose other threads would wait for each other, spinning
 fi
 
 beside() { # FOLDER PACKAGE...: packages that only some tests import
@@ -127,7 +128,8 @@ if [ "${1-}" = --all ]; then
     tests 0.22.1 ": the image" -m image -n 0 tests/deploy
 fi
 if [ $# -gt 0 ]; then
-    # The longest first. There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for time.
+    # The longest first. There FlashInfer's call is vLLM's own. Two nodes have been run with it, and are left out for
+    # time.
     FLASHINFER_RELEASES='' beside_another 0.33.0 "" tests/glue tests/test_mini_checkpoint.py \
         --ignore=tests/glue/test_nodes.py
     # Two nodes and the scripts that measure have been run with it, and are left out for time.
