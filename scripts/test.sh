@@ -80,7 +80,7 @@ fi
 
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
-trap 'jobs -p | xargs -rI{} kill -- -{}; echo "interrupted" >&2; exit 130' INT TERM
+trap 'for job in $(jobs -p); do kill -- "-$job" || true; done 2>/dev/null; echo "interrupted" >&2; exit 130' INT TERM
 steps=0
 
 step() { # NAME COMMAND...: a check, which counts as one, or tests that write their report
