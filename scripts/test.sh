@@ -135,8 +135,8 @@ if [ $# -gt 0 ]; then
     # Two nodes and the scripts that measure have been run with it, and are left out for time, as is a second GPU's
     # machine code of FlashInfer's product, which is the same one.
     FLASHINFER_RELEASES=$folder beside_another 0.21.0 "" tests/glue tests/test_mini_checkpoint.py \
-        --ignore=tests/glue/test_nodes.py --ignore=tests/glue/test_bench_serve.py --ignore=tests/glue/test_seeded_weights.py \
-        --deselect="tests/glue/test_cute_dsl.py::test_a_linear_is_compiled[103]"
+        --ignore=tests/glue/test_nodes.py --ignore=tests/glue/test_bench_serve.py \
+        --ignore=tests/glue/test_seeded_weights.py --deselect="tests/glue/test_cute_dsl.py::test_a_linear_is_compiled[103]"
     # The same files or the same lines as the release whose series they take.
     for release in 0.20.2 0.22.0; do
         beside_another "$release" "" tests/glue/test_real_config.py tests/glue/test_drop_in_seams.py \
