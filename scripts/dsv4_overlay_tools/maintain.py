@@ -6,6 +6,7 @@ import argparse
 import ast
 import datetime
 import difflib
+import functools
 import os
 import re
 import sys
@@ -63,6 +64,7 @@ def pristine_from_folder(folder: Path) -> dict[str, bytes]:
     }
 
 
+@functools.cache  # several series are checked against the same ones; `fetch.archive` has compared their sha256
 def pristine_from_archive(archive: Path) -> dict[str, bytes]:
     """The files below vllm/ in a source archive, in memory."""
     found = {}

@@ -21,8 +21,8 @@ ON_REQUEST = {series.name: series for series in series_of(ROOT, RELEASE) if seri
 def tree_with(folder, *names, beside=RECORD["series"]):
     """A copy of the tree, in `folder`, with these series too, or `beside` no others."""
     for package in ("vllm", "vllm.egg-info"):  # without the latter newer releases leave Triton out
-        # Other tests write bytecode meanwhile, by way of files that vanish.
-        shutil.copytree(TREE / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        # With bytecode, but not the files by way of which other tests write it meanwhile: they vanish.
+        shutil.copytree(TREE / package, folder / package, ignore=shutil.ignore_patterns("*.pyc.*"))
     for file in ("PKG-INFO", "pyproject.toml"):
         shutil.copy(TREE / file, folder)
     engine = Engine(ROOT)

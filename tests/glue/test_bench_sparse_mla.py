@@ -71,17 +71,20 @@ def test_rows_of_decoding_requests():
 
 
 # ---------------------------------------------------------------- FlashMLA and vLLM's gather, in torch
-def row_of(cache, index):
-    """A row of a packed cache in float64."""
-    page, row = divmod(int(index), PAGE)
+def rows_of(cache, indices):
+    """Rows of a packed cache in float64."""
+    page, row = indices.long()[:, None] // PAGE, indices.long()[:, None] % PAGE
     if cache.shape[-1] == 656:
-        data = cache[page, row, 0]
-        scales = data[512:528].view(torch.float32).double().repeat_interleave(128)
-        return torch.cat((data[:512].view(torch.float8_e4m3fn).double() * scales, data[528:].view(torch.bfloat16)))
-    page = cache.reshape(len(cache), -1)[page]
-    data, scales = page[row * 576 :][:576], page[PAGE * 576 + row * 8 :][:7]
-    values = data[:448].view(torch.float8_e4m3fn).double() * 2.0 ** (scales.double() - 127).repeat_interleave(64)
-    return torch.cat((values, data[448:].view(torch.bfloat16)))
+        data = cache[page, row, 0][:, 0]
+        scales = data[:, 512:528].view(torch.float32).double().repeat_interleave(128, 1)
+        values = data[:, :512].view(torch.float8_e4m3fn).double() * scales
+        return torch.cat((values, data[:, 528:].view(torch.bfloat16)), 1)
+    pages = cache.reshape(len(cache), -1)
+    data, scales = (pages[page, first + torch.arange(count)]
+                    for first, count in ((row * 576, 576), (PAGE * 576 + row * 8, 7)))  # fmt: skip
+    scales = 2.0 ** (scales.double() - 127).repeat_interleave(64, 1)
+    values = data[:, :448].view(torch.float8_e4m3fn).double() * scales
+    return torch.cat((values, data[:, 448:].view(torch.bfloat16)), 1)
 
 
 def attend(query, keys, scale, sinks):
@@ -99,9 +102,10 @@ def flash_mla_with_kvcache(
     assert q.shape[2] in (64, 128) and (topk_length is None) == (q.shape[3] == 576)
     for token in range(len(q)):
         found = [k_cache, indices, topk_length], [extra_k_cache, extra_indices_in_kvcache, extra_topk_length]
-        keys = [row_of(cache, row) for cache, slots, lens in found if cache is not None
-                for row in slots[token, 0, : None if lens is None else lens[token]] if row >= 0]  # fmt: skip
-        out[token, 0] = attend(q[token, 0], torch.stack(keys), softmax_scale, attn_sink)
+        own = ((cache, slots[token, 0, : None if lens is None else lens[token]])
+               for cache, slots, lens in found if cache is not None)  # fmt: skip
+        keys = [rows_of(cache, rows[rows >= 0]) for cache, rows in own]
+        out[token, 0] = attend(q[token, 0], torch.cat(keys), softmax_scale, attn_sink)
 
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, attn_sink, topk_length, out):
@@ -112,8 +116,8 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, attn_sink, topk_length, out):
 
 def gather_656(cache, workspace, table, seq_lens, starts, batch):
     assert batch == 1 and starts.tolist() == [0] and len(workspace) == seq_lens.item()
-    for at in range(len(workspace)):
-        workspace[at] = row_of(cache.unsqueeze(2), table[0, at // PAGE] * PAGE + at % PAGE)
+    at = torch.arange(len(workspace))
+    workspace[:] = rows_of(cache.unsqueeze(2), table[0, at // PAGE] * PAGE + at % PAGE)
 
 
 def stand_in():

@@ -128,7 +128,7 @@ def answers(applied, models):
 @pytest.fixture(scope="module")
 def reverted(applied, tmp_path_factory):
     tree = tmp_path_factory.mktemp("pristine")
-    shutil.copytree(applied / "vllm", tree / "vllm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(applied / "vllm", tree / "vllm", ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(applied / "PKG-INFO", tree)
     subprocess.run([ROOT / "scripts/apply-patches.sh", "--revert", tree], check=True, capture_output=True)
     return tree

@@ -315,14 +315,14 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, width, quantised, 
     layer.forward_impl(q, *batch.q[:, 0].split((512, rope), -1), batch.cache, metadata, out)
 
     up_k, up_v = held.double().view(HEADS, nope + v, 512).split((nope, v), 1)
+    keys, values = (torch.einsum("hpl,kl->khp", up, batch.held[:, :512]) for up in (up_k, up_v))
     want = []
     for token, request in enumerate(batch.owner):
         local = batch.picked[token][batch.picked[token] >= 0].long()
-        rows = batch.held[batch.table[request, local // PAGE].long() * PAGE + local % PAGE]
-        keys = torch.einsum("hpl,kl->hkp", up_k, rows[:, :512])
-        scores = torch.einsum("hp,hkp->hk", q[token, :, :nope].double(), keys)
-        scores += q[token, :, nope:].double() @ rows[:, 512:].T
-        want.append(torch.einsum("hk,hvl,kl->hv", (scores * SCALE).softmax(-1), up_v, rows[:, :512]).flatten())
+        rows = batch.table[request, local // PAGE].long() * PAGE + local % PAGE
+        scores = torch.einsum("hp,khp->hk", q[token, :, :nope].double(), keys[rows])
+        scores += q[token, :, nope:].double() @ batch.held[rows, 512:].T
+        want.append(torch.einsum("hk,khv->hv", (scores * SCALE).softmax(-1), values[rows]).flatten())
     want = torch.stack(want)
     error = (out.double() - want).norm() / want.norm()
     assert error < 2**-6, error  # q after W_UK, attention and its output are rounded to BF16
