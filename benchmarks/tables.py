@@ -42,7 +42,7 @@ CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
-EXPERTS = ("serve_share_step_h200", "serve_share_fp8_experts_h200")
+EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "small", "fp8"))
 # Of serve_report.KINDS, what a step has besides products, experts and mHC.
 SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
 CURRENT = "accuracy_e2e_h200_64heads"
@@ -52,7 +52,11 @@ V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 DROP_IN = "FlashMLA's cache, drop-in"
 # Of runs of serve.py.
-NAMES = BACKENDS | {"dropin": DROP_IN, "fp8experts": "drop-in, `small-kernels`, `fp8-experts`"}
+NAMES = BACKENDS | {
+    "dropin": DROP_IN,
+    "smallkernels": "drop-in, `small-kernels`",
+    "fp8experts": "drop-in, `small-kernels`, `fp8-experts`",
+}
 
 
 @cache
@@ -261,7 +265,8 @@ def serving_share() -> str:
 
 def serving_experts() -> str:
     runs = {key.lower(): run["concurrency"] for name in EXPERTS for key, run in load(name)["runs"].items()}
-    return serving_table({16: {key: of["16"] for key, of in runs.items()}})
+    counts = runs["flashmla"]
+    return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in counts})
 
 
 def small_costs() -> str:
