@@ -128,6 +128,8 @@ struct Outputs : Values<FORMAT, BLOCK> {
     int index;       // among those of a row
   };
 
+  // No call comes here now: clusters are of whole blocks (sparse_mla_sm90.cu). Without it the kernel for the halves of a
+  // block is other machine code, which has to run on a GPU first.
   // Two groups have half of an item's keys each, and the same heads and dimensions in each thread. Each takes half of
   // the dimensions: what it has of the others it tells the other group, through its ring, which nobody reads any more.
   __device__ __forceinline__ void exchange_halves(Units& units, bool both_rows) {
