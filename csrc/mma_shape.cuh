@@ -1,8 +1,8 @@
 // What a block of sparse_mla_mma.cu works with: sizes, and shared memory.
 #pragma once
 
+#include "cluster_merge.cuh"
 #include "rows.cuh"
-#include "scheduler.cuh"
 #include "turns.cuh"
 
 namespace mla {
@@ -80,33 +80,8 @@ struct alignas(128) SharedStorage {
   int turns[kMostTurns];                                             // of the block; only in its first group's
 };
 
-// What a block that shares its token's keys is told by all of them; behind the storage of its groups. A unit is 16
-// dimensions of a row, of which the block has a share.
-template <typename S>
-struct Received {
-  static constexpr bool kExists = S::kIsScaled;
-  static constexpr int kUnits = kExists ? kHeads * kDim / 16 + kMmaMaxSplits : 1;
-  uint4 values[kUnits][2];
-  float power[kUnits];
-  float2 stats[kMmaMaxSplits][kHeads];  // maximum and sum
-  float largest[kMmaMaxSplits][kHeads];
-  int share, inverse;                // units of a block, and what a number of a unit is multiplied by to divide by it
-  alignas(8) uint64_t arrived;       // completes when all have told what they have
-
-  // By one thread, before anybody tells anything.
-  __device__ __forceinline__ void init(const RowParams& p) {
-    const int item = blockIdx.x * S::kConsumerGroups, blocks = p.splits / S::kConsumerGroups;
-    const int head0 = p.head_block_of(item) * kHeads, rows = min(kHeads, p.heads - head0);
-    const int all = rows * (kDim / 16), block = p.share_of(item) / S::kConsumerGroups;
-    share = (all + blocks - 1) / blocks;
-    inverse = (1 << 20) / share + 1;
-    const int mine = max(0, min(share, all - block * share));
-    const int bytes = blocks * (mine * (16 * 2 + 4) + rows * (p.max_logits ? 12 : 8));
-    barrier_init(smem_address(&arrived), 1);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&arrived)), "r"(bytes)
-                 : "memory");
-  }
-};
+// What a block that shares its token's keys is told by all of them; behind the storage of its groups.
+using Told = Received<kHeads, kMmaMaxSplits, 16, true>;
 
 }  // namespace mma
 }  // namespace mla

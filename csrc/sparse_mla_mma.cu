@@ -213,20 +213,23 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   const int lane = threadIdx.x % 32;
   const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
   constexpr bool kPushes = S::kIsScaled && BLOCK != MmaBlock::kPaired;
-  // Waited for before blocks write to each other; where they are told by barriers, these are there then.
-  const auto begin = [] { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); };
-  if (merges && !kPushes) begin();
+  if (merges && !kPushes) cluster_arrive();
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
       barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
-    if (kPushes && merges && threadIdx.x == 0) reinterpret_cast<Received<S>*>(groups + S::kConsumerGroups)->init(p);
+    if (kPushes && merges && threadIdx.x == 0) {
+      const int item = blockIdx.x * S::kConsumerGroups;
+      reinterpret_cast<Told*>(groups + S::kConsumerGroups)
+          ->init(p, min(kHeads, p.heads - p.head_block_of(item) * kHeads), p.splits / S::kConsumerGroups,
+                 p.share_of(item) / S::kConsumerGroups);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (merges && kPushes) begin();
+  if (merges && kPushes) cluster_arrive();
   touch(p);
   // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
   // time.
@@ -277,7 +280,7 @@ struct Launch {
   static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, BLOCK>;
   using S = Shape<FORMAT, BLOCK>;
   static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>) +
-                                      (S::kIsScaled && BLOCK != MmaBlock::kPaired ? sizeof(Received<S>) : 0);
+                                      (S::kIsScaled && BLOCK != MmaBlock::kPaired ? sizeof(Told) : 0);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
 
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
