@@ -22,6 +22,14 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
+  // Whether blocks may share a token's keys, or more of them than a block's halves.
+  static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf ||
+                                  (BLOCK == MmaBlock::kShared && R::kIsScaled);
+  // What they tell each other has no room but in the last stage, which then is none.
+  static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kStages == 3;
+  static __device__ __forceinline__ int stages(const RowParams& p) {
+    return kTellsInRing && p.splits > 1 ? kStages - 1 : kStages;
+  }
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
@@ -76,12 +84,17 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[S::kIsScaled ? 1 : kMmaMaxSplits][3][kHeads];  // of the blocks of a cluster; only in its first group's
-  int turns[kMostTurns];                                             // of the block; only in its first group's
+  int turns[kMostTurns];  // of the block; only in its first group's
 };
 
-// What a block that shares its token's keys is told by all of them; behind the storage of its groups.
+// What a block that shares its token's keys is told by all of them.
 using Told = Received<kHeads, kMmaMaxSplits, 16, true>;
+template <typename S>
+__device__ __forceinline__ Told& told_of(SharedStorage<S>* groups) {
+  static_assert(!S::kTellsInRing || sizeof(Told) <= sizeof(groups->rows[0]), "");
+  return *reinterpret_cast<Told*>(S::kTellsInRing ? static_cast<void*>(groups->rows[S::kStages - 1])
+                                                  : groups + S::kConsumerGroups);
+}
 
 }  // namespace mma
 }  // namespace mla
