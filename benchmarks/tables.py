@@ -80,11 +80,14 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(store: str, kind: str, gpu: str = "h200") -> dict[tuple[str, int, int], float]:
-    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours."""
+def speedups(
+    store: str, kind: str, gpu: str = "h200", more: Iterable[str] = ()
+) -> dict[tuple[str, int, int], float]:
+    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours. `more`
+    phases than the tables have."""
     rows = kernel_results(ROOT / "benchmarks/results", gpu)["results"]
     return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
-            if row["rows"] == ROWS.get(store, store) and row["phase"] in PHASES[kind]}  # fmt: skip
+            if row["rows"] == ROWS.get(store, store) and row["phase"] in {*PHASES[kind], *more}}  # fmt: skip
 
 
 def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
@@ -106,10 +109,8 @@ def ratios(store: str, what: str) -> list[float]:
 def few_heads(store: str, kind: str, form: str = ".2f") -> str:
     """FlashMLA's time over ours, with 8 and 16 heads; `584` is the drop-in over V4's own rows. Of decode, sizes
     between those of the tables too."""
-    phases = {*PHASES[kind], *(["small"] if kind == "decode" else [])}
-    rows = kernel_results(ROOT / "benchmarks/results")["results"]
-    return span((row["speedup"] for row in rows if row["rows"] == ROWS.get(store, store)
-                 and row["phase"] in phases and row["heads"] in FEW), form)  # fmt: skip
+    found = speedups(store, kind, more=["small"] if kind == "decode" else [])
+    return span((ratio for (_, _, heads), ratio in found.items() if heads in FEW), form)
 
 
 def kl(name: str, pair: str) -> float:
@@ -269,8 +270,7 @@ def serving_share() -> str:
 
 def serving_experts() -> str:
     runs = {key.lower(): run["concurrency"] for name in EXPERTS for key, run in load(name)["runs"].items()}
-    counts = runs["flashmla"]
-    return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in counts})
+    return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
 
 
 def small_costs() -> str:

@@ -32,6 +32,8 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kRun = kWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
   static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
   static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
+  // Blocks that share a token's keys send partial outputs to those who merge them, or else read each other's.
+  static constexpr bool kPushes = R::kIsScaled && BLOCK != MmaBlock::kPaired;
   // Of the 168 that 384 threads begin with.
   static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && kWarps == 4 ? 56 : 40;
   static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
@@ -84,8 +86,7 @@ struct alignas(128) SharedStorage {
 // dimensions of a row, of which the block has a share.
 template <typename S>
 struct Received {
-  static constexpr bool kExists = S::kIsScaled;
-  static constexpr int kUnits = kExists ? kHeads * kDim / 16 + kMmaMaxSplits : 1;
+  static constexpr int kUnits = S::kIsScaled ? kHeads * kDim / 16 + kMmaMaxSplits : 1;
   uint4 values[kUnits][2];
   float power[kUnits];
   float2 stats[kMmaMaxSplits][kHeads];  // maximum and sum

@@ -96,7 +96,6 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values, Base::write_outputs;
   using Base::merge_halves, Base::merge, Base::push_and_merge;
   using S = typename Base::S;
-  static constexpr bool kPushes = S::kIsScaled && BLOCK != MmaBlock::kPaired;  // partial outputs to those who merge them
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
   __device__ __forceinline__ void attend(int tiles, int& stage, int& parity, int& buffer) {
@@ -182,14 +181,14 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
       const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
-      if (merges && kPushes) {
-        if constexpr (kPushes) push_and_merge(item, token, head0);
+      if (merges && S::kPushes) {
+        if constexpr (S::kPushes) push_and_merge(item, token, head0);
         continue;
       }
       if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
       if (!merges) {
         if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
-      } else if constexpr (BLOCK != MmaBlock::kPaired && !kPushes) {
+      } else if constexpr (BLOCK != MmaBlock::kPaired && !S::kPushes) {
         merge(item, token, head0);
       }
     }
@@ -212,21 +211,20 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const int lane = threadIdx.x % 32;
   const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
-  constexpr bool kPushes = S::kIsScaled && BLOCK != MmaBlock::kPaired;
   // Waited for before blocks write to each other; where they are told by barriers, these are there then.
   const auto begin = [] { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); };
-  if (merges && !kPushes) begin();
+  if (merges && !S::kPushes) begin();
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
       barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
-    if (kPushes && merges && threadIdx.x == 0) reinterpret_cast<Received<S>*>(groups + S::kConsumerGroups)->init(p);
+    if (S::kPushes && merges && threadIdx.x == 0) reinterpret_cast<Received<S>*>(groups + S::kConsumerGroups)->init(p);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (merges && kPushes) begin();
+  if (merges && S::kPushes) begin();
   touch(p);
   // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
   // time.
@@ -258,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
       produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     if (merges) {  // as those who merge do
       __syncwarp();
-      for (int i = 0; i < (kPushes ? 0 : 2); ++i)
+      for (int i = 0; i < (S::kPushes ? 0 : 2); ++i)
         asm volatile("barrier.cluster.wait.aligned;\n barrier.cluster.arrive.aligned;" ::: "memory");
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     }
@@ -276,8 +274,8 @@ template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Launch {
   static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, BLOCK>;
   using S = Shape<FORMAT, BLOCK>;
-  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>) +
-                                      (S::kIsScaled && BLOCK != MmaBlock::kPaired ? sizeof(Received<S>) : 0);
+  static constexpr int kSharedBytes =
+      S::kConsumerGroups * sizeof(SharedStorage<S>) + (S::kPushes ? sizeof(Received<S>) : 0);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
 
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
