@@ -8,40 +8,6 @@
 namespace mla {
 namespace mma {
 
-__device__ __forceinline__ uint32_t of_rank(uint32_t address, int rank) {
-  uint32_t r;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
-  return r;
-}
-__device__ __forceinline__ void write_remote(uint32_t to, float x) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
-}
-// The same, of which a barrier beside it counts the bytes when they are there: nobody need wait for them with a fence.
-#define MLA_SEND(vector) "st.async.shared::cluster.mbarrier::complete_tx::bytes" vector " "
-__device__ __forceinline__ void send(uint32_t to, float x, uint32_t barrier) {
-  asm volatile(MLA_SEND(".f32") "[%0], %1, [%2];" ::"r"(to), "f"(x), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, float x, float y, uint32_t barrier) {
-  asm volatile(MLA_SEND(".v2.f32") "[%0], {%1, %2}, [%3];" ::"r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, const uint4& x, uint32_t barrier) {
-  asm volatile(MLA_SEND(".v4.b32") "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
-               "r"(barrier) : "memory");
-}
-#undef MLA_SEND
-__device__ __forceinline__ void wait_for_all(uint32_t barrier) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-      "@!done bra again;}" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ uint4 read_remote(uint32_t from) {
-  uint4 r;
-  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(from));
-  return r;
-}
-
 // The same warp, and what it does with outputs.
 template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Outputs : Values<FORMAT, BLOCK> {
@@ -194,14 +160,12 @@ struct Outputs : Values<FORMAT, BLOCK> {
     return S::first_dim(of_warp % S::kWarps, index % 4, i, of_warp / S::kWarps);
   }
 
-  // The blocks of a cluster have a share of the keys each, and each writes a share of the outputs: it is told by all others
-  // what they have of these, and all their maxima and sums. Partial outputs are fp16: the 16 values of a unit are
-  // divided by a power of two, so that any are in range.
+  // The blocks of a cluster have a share of the keys each, and each writes a share of the outputs.
   __device__ __forceinline__ void push_and_merge(int item, int64_t token, int head0) {
     const int blocks = p.splits / S::kConsumerGroups, block = p.share_of(item) / S::kConsumerGroups;
     SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
-    Received<S>& received = *reinterpret_cast<Received<S>*>(&shared + S::kConsumerGroups);
-    const int rows = min(kHeads, p.heads - head0), all = rows * kUnitsRow;
+    Told& told = told_of(&shared);
+    const int rows = min(kHeads, p.heads - head0);
     Units units;
     if constexpr (BLOCK == MmaBlock::kShared) {
       exchange_halves(units, rows > 8);
@@ -213,18 +177,16 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) units.of[j][i] = acc[j][i];
     }
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their barriers are there
-    const int share = received.share;
+    cluster_wait();
+    const Told::Places places = told.places_of(block);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = g + h * 8;
       if (row >= rows) continue;
-      const auto of = [](const void* x, int rank) { return of_rank(smem_address(x), rank); };
-      if (units.index < blocks) {  // a thread of a row for each block
-        const int rank = units.index;
-        const uint32_t there = of(&received.arrived, rank);
-        send(of(&received.stats[block][row], rank), maximum[h], sum[h], there);
-        if (p.max_logits) send(of(&received.largest[block][row], rank), largest[h], there);
+      if (const int rank = units.index; rank < blocks) {  // a thread of a row for each block
+        told.tell(rank, block, row, maximum[h], sum[h]);
+        if (p.max_logits)
+          send(of_rank(&told.largest[block * kHeads + row], rank), largest[h], of_rank(&told.arrived, rank));
       }
       float most = 0.f;
 #pragma unroll
@@ -232,165 +194,20 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(units.of[j][2 * h + i]));
       const float2 power = power_below(__float_as_uint(most) >> 16);
-      const int unit = row * kUnitsRow + units.index, owner = unit * received.inverse >> 20;
-      const int at = block * share + unit - owner * share;
-      const uint32_t there = of(&received.arrived, owner);
-      send(of(&received.power[at], owner), power.x, there);
+      const Told::Place place = places[row * kUnitsRow + units.index];
+      told.tell_power(place, power.x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t packed[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           packed[j] = pack_half(units.of[2 * j][2 * h + i] * power.y, units.of[2 * j + 1][2 * h + i] * power.y);
-        send(of(&received.values[at][i], owner), make_uint4(packed[0], packed[1], packed[2], packed[3]), there);
+        told.tell(place, i, packed);
       }
     }
-    wait_for_all(smem_address(&received.arrived));
-    const int first = block * share, mine = min(share, all - first);
-    for (int n = group * S::kGroupThreads + thread; n < 2 * mine; n += kConsumerThreads) {
-      const int i = n % 2, unit = first + n / 2, row = unit / kUnitsRow, head = head0 + row;
-      const float sink = shared.sinks[row];
-      float top = -INFINITY;
-#pragma unroll 4
-      for (int r = 0; r < blocks; ++r) top = fmaxf(top, received.stats[r][row].x);
-      float shift = fmaxf(top, sink);
-      if (shift == -INFINITY) shift = 0.f;
-      float total = exp2_fast(sink - shift), value[8] = {};
-#pragma unroll 4
-      for (int r = 0; r < blocks; ++r) {
-        const float2 stats = received.stats[r][row];
-        const float weight = exp2_fast(stats.x - shift), by = weight * received.power[r * share + n / 2];
-        total = fmaf(weight, stats.y, total);
-        uint32_t w[4];
-        unpack(w, received.values[r * share + n / 2][i]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
-          value[2 * j] = fmaf(by, x.x, value[2 * j]), value[2 * j + 1] = fmaf(by, x.y, value[2 * j + 1]);
-        }
-      }
-      const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
-      if (p.lse && unit % kUnitsRow == 0 && i == 0) {  // of keys alone: a sink can be far above them
-        float most = -INFINITY, keys = 0.f;
-        for (int r = 0; r < blocks; ++r) {
-          if (p.max_logits) most = fmaxf(most, received.largest[r][row]);
-          if (received.stats[r][row].y != 0.f)
-            keys += exp2_fast(received.stats[r][row].x - top) * received.stats[r][row].y;
-        }
-        write_statistics(p, token, head, top, keys, most);
-      }
-      uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
-      *reinterpret_cast<uint4*>(out_of(token, head) + dim_of(unit % kUnitsRow, i)) =
-          make_uint4(packed[0], packed[1], packed[2], packed[3]);
-    }
-  }
-
-  // The blocks of a cluster have a share of the keys each. All others are told what the first group of each has, its maxima and
-  // sums, then all add up their share of the output from everybody's shared memory, all of which they ask for at once.
-  __device__ __forceinline__ void merge(int item, int64_t token, int head0) const {
-    const int blocks = p.splits / S::kConsumerGroups, block = p.share_of(item) / S::kConsumerGroups;
-    SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
-    // Partial outputs of plain E4M3 rows are divided by their own sum: averages of rows, at most 448, which fp16 holds.
-    constexpr bool kHalf = FORMAT == RowFormat::kE4M3;
-    using Partial = std::conditional_t<kHalf, __half, float>;
-    constexpr int kRun16 = 16 / sizeof(Partial), kRuns = kDim / kRun16;  // values in 16 bytes
-    static_assert(kHeads * kDim * sizeof(Partial) <= sizeof(shared.rows), "partial output must fit the ring");
-    Partial* const partial = reinterpret_cast<Partial*>(shared.rows);  // [rows][512]
-#pragma unroll
-    for (int h = 0; h < 2 && group == 0; ++h) {
-      const float inverse = sum[h] > 0.f ? 1.f / sum[h] : 0.f;
-      if (warp == 0 && t == 0)
-        shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
-        shared.row_stat[2][g + h * 8] = largest[h];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int eight = 0; eight < kDimBlocks / 8; ++eight) {
-          uint4* const to = reinterpret_cast<uint4*>(partial + (g + h * 8) * kDim + S::first_dim(warp, t, i, eight));
-          float x[8];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) x[j] = acc[eight * 8 + j][2 * h + i];
-          if constexpr (kHalf) {
-            uint32_t packed[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) packed[j] = pack_half(x[2 * j] * inverse, x[2 * j + 1] * inverse);
-            to[0] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-          } else {
-            reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-            reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
-          }
-        }
-    }
-    const int consumer = group * S::kGroupThreads + thread;
-    sync_threads(3, kConsumerThreads);
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have begun: their shared memory is there
-    const auto tell_all = [&](int stat, int row, int rank) {
-      write_remote(of_rank(smem_address(&shared.stats[block][stat][row]), rank), shared.row_stat[stat][row]);
-    };
-    for (int i = consumer; i < blocks * 2 * kHeads; i += kConsumerThreads)
-      tell_all(i / kHeads % 2, i % kHeads, i / (2 * kHeads));
-    if (p.max_logits)
-      for (int i = consumer; i < blocks * kHeads; i += kConsumerThreads) tell_all(2, i % kHeads, i / kHeads);
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const int runs = min(kHeads, p.heads - head0) * kRuns;
-    for (int i = block * kConsumerThreads + consumer; i < runs; i += blocks * kConsumerThreads) {
-      const int row = i / kRuns, head = head0 + row;
-      const float sink = shared.sinks[row];
-      float shift = sink;
-#pragma unroll 4
-      for (int r = 0; r < blocks; ++r) shift = fmaxf(shift, shared.stats[r][0][row]);
-      if (shift == -INFINITY) shift = 0.f;
-      float total = exp2_fast(sink - shift), value[kRun16] = {};
-      // Eight at a time: registers hold no more.
-      for (int r0 = 0; r0 < blocks; r0 += 8) {
-        uint4 raw[8];
-#pragma unroll
-        for (int r = 0; r < 8; ++r)
-          if (r0 + r < blocks) raw[r] = read_remote(of_rank(smem_address(shared.rows) + i * 16, r0 + r));
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
-          if (r0 + r >= blocks) break;
-          const float weight = exp2_fast(shared.stats[r0 + r][0][row] - shift);
-          const float share = weight * shared.stats[r0 + r][1][row];
-          total += share;
-          uint32_t w[4];
-          unpack(w, raw[r]);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if constexpr (kHalf) {
-              const float2 x = __half22float2(reinterpret_cast<const __half2&>(w[j]));
-              value[2 * j] += share * x.x, value[2 * j + 1] += share * x.y;
-            } else {
-              value[j] += weight * __uint_as_float(w[j]);
-            }
-          }
-        }
-      }
-      const float factor = total > 0.f ? shared.bmm2 / total : 0.f;
-      if (p.lse && i % kRuns == 0) {  // of keys alone: a sink can be far above them
-        float top = -INFINITY, most = -INFINITY, keys = 0.f;
-        for (int r = 0; r < blocks; ++r)
-          top = fmaxf(top, shared.stats[r][0][row]), most = fmaxf(most, shared.stats[r][2][row]);
-        for (int r = 0; r < blocks; ++r)
-          if (shared.stats[r][1][row] != 0.f)
-            keys += exp2_fast(shared.stats[r][0][row] - top) * shared.stats[r][1][row];
-        write_statistics(p, token, head, top, keys, most);
-      }
-      uint32_t packed[kRun16 / 2];
-#pragma unroll
-      for (int j = 0; j < kRun16 / 2; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
-      __nv_bfloat16* const to = out_of(token, head) + i % kRuns * kRun16;
-      if constexpr (kHalf)
-        *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-      else
-        *reinterpret_cast<uint2*>(to) = make_uint2(packed[0], packed[1]);
-    }
-    __syncwarp();
-    // Nobody leaves while its shared memory is read.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+    told.merge(p, rows, blocks, block, group * S::kGroupThreads + thread, kConsumerThreads, token, head0, shared.sinks,
+               shared.bmm2,
+               [&](int unit, int i) { return make_int2(unit / kUnitsRow, dim_of(unit % kUnitsRow, i)); });
   }
 };
 

@@ -1,8 +1,8 @@
 // What a block of sparse_mla_mma.cu works with: sizes, and shared memory.
 #pragma once
 
+#include "cluster_merge.cuh"
 #include "rows.cuh"
-#include "scheduler.cuh"
 #include "turns.cuh"
 
 namespace mla {
@@ -22,6 +22,14 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
+  // Whether blocks may share a token's keys, or more of them than a block's halves.
+  static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf ||
+                                  (BLOCK == MmaBlock::kShared && R::kIsScaled);
+  // What they tell each other has no room but in the last stage, which then is none.
+  static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kStages == 3;
+  static __device__ __forceinline__ int stages(const RowParams& p) {
+    return kTellsInRing && p.splits > 1 ? kStages - 1 : kStages;
+  }
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
@@ -32,8 +40,6 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kRun = kWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
   static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
   static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
-  // Blocks that share a token's keys send partial outputs to those who merge them, or else read each other's.
-  static constexpr bool kPushes = R::kIsScaled && BLOCK != MmaBlock::kPaired;
   // Of the 168 that 384 threads begin with.
   static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && kWarps == 4 ? 56 : 40;
   static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
@@ -78,36 +84,17 @@ struct alignas(128) SharedStorage {
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
   uint64_t empty[S::kStages];
-  float stats[S::kIsScaled ? 1 : kMmaMaxSplits][3][kHeads];  // of the blocks of a cluster; only in its first group's
-  int turns[kMostTurns];                                             // of the block; only in its first group's
+  int turns[kMostTurns];  // of the block; only in its first group's
 };
 
-// What a block that shares its token's keys is told by all of them; behind the storage of its groups. A unit is 16
-// dimensions of a row, of which the block has a share.
+// What a block that shares its token's keys is told by all of them.
+using Told = Received<kHeads, kMmaMaxSplits, 16, true>;
 template <typename S>
-struct Received {
-  static constexpr int kUnits = S::kIsScaled ? kHeads * kDim / 16 + kMmaMaxSplits : 1;
-  uint4 values[kUnits][2];
-  float power[kUnits];
-  float2 stats[kMmaMaxSplits][kHeads];  // maximum and sum
-  float largest[kMmaMaxSplits][kHeads];
-  int share, inverse;                // units of a block, and what a number of a unit is multiplied by to divide by it
-  alignas(8) uint64_t arrived;       // completes when all have told what they have
-
-  // By one thread, before anybody tells anything.
-  __device__ __forceinline__ void init(const RowParams& p) {
-    const int item = blockIdx.x * S::kConsumerGroups, blocks = p.splits / S::kConsumerGroups;
-    const int head0 = p.head_block_of(item) * kHeads, rows = min(kHeads, p.heads - head0);
-    const int all = rows * (kDim / 16), block = p.share_of(item) / S::kConsumerGroups;
-    share = (all + blocks - 1) / blocks;
-    inverse = (1 << 20) / share + 1;
-    const int mine = max(0, min(share, all - block * share));
-    const int bytes = blocks * (mine * (16 * 2 + 4) + rows * (p.max_logits ? 12 : 8));
-    barrier_init(smem_address(&arrived), 1);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&arrived)), "r"(bytes)
-                 : "memory");
-  }
-};
+__device__ __forceinline__ Told& told_of(SharedStorage<S>* groups) {
+  static_assert(!S::kTellsInRing || sizeof(Told) <= sizeof(groups->rows[0]), "");
+  return *reinterpret_cast<Told*>(S::kTellsInRing ? static_cast<void*>(groups->rows[S::kStages - 1])
+                                                  : groups + S::kConsumerGroups);
+}
 
 }  // namespace mma
 }  // namespace mla

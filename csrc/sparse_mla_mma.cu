@@ -10,10 +10,7 @@
 // multiplies the score over its dimensions, in float32, and the weights that meet these dimensions, in fp16. Wide
 // dimensions are BF16 throughout.
 //
-// The blocks of a token that share its keys form a cluster and merge through each other's shared memory, in a fixed
-// order.
-
-#include <type_traits>
+// The blocks of a token that share its keys form a cluster, tell each other their outputs, and add in a fixed order.
 
 #include "mma_outputs.cuh"
 
@@ -81,7 +78,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
       }
       barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there
       copies_arrive(smem_address(&shared.full[stage]));
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
+      if (++stage == S::stages(p)) stage = 0, parity ^= 1;
     }
   }
 }
@@ -94,7 +91,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
   using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values, Base::write_outputs;
-  using Base::merge_halves, Base::merge, Base::push_and_merge;
+  using Base::merge_halves, Base::push_and_merge;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
@@ -144,7 +141,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       for (int h = 0; h < 2; ++h) sum[h] += sum_tile[h];
       add_values(stage, weights);
       barrier_arrive(smem_address(&shared.empty[stage]));
-      if (++stage == S::kStages) stage = 0, parity ^= 1;
+      if (++stage == S::stages(p)) stage = 0, parity ^= 1;
       buffer ^= 1;
     }
     // Over the four threads of a row, then over the warps that shared the keys.
@@ -180,17 +177,13 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
-      const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
-      if (merges && S::kPushes) {
-        if constexpr (S::kPushes) push_and_merge(item, token, head0);
-        continue;
-      }
+      if constexpr (S::kMerges)
+        if (p.splits > S::kConsumerGroups) {
+          push_and_merge(item, token, head0);
+          continue;
+        }
       if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
-      if (!merges) {
-        if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
-      } else if constexpr (BLOCK != MmaBlock::kPaired && !S::kPushes) {
-        merge(item, token, head0);
-      }
+      if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
     }
   }
 };
@@ -210,21 +203,22 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   SharedStorage<S>* const groups = reinterpret_cast<SharedStorage<S>*>(smem);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const int lane = threadIdx.x % 32;
-  const bool merges = BLOCK != MmaBlock::kPaired && p.splits > S::kConsumerGroups;
-  // Waited for before blocks write to each other; where they are told by barriers, these are there then.
-  const auto begin = [] { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); };
-  if (merges && !S::kPushes) begin();
+  const bool merges = S::kMerges && p.splits > S::kConsumerGroups;
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
       barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
-    if (S::kPushes && merges && threadIdx.x == 0) reinterpret_cast<Received<S>*>(groups + S::kConsumerGroups)->init(p);
+    if (merges && threadIdx.x == 0) {
+      const int item = blockIdx.x * S::kConsumerGroups;
+      told_of(groups).init(p, min(kHeads, p.heads - p.head_block_of(item) * kHeads), p.splits / S::kConsumerGroups,
+                           p.share_of(item) / S::kConsumerGroups);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-  if (merges && S::kPushes) begin();
+  if (merges) cluster_arrive();
   touch(p);
   // One group takes no more items than there are blocks, or items over BF16 rows, of which V3.2 picks as many each
   // time.
@@ -254,12 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
       produce<S, true>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
     else
       produce<S, false>(p, groups[group], warp % S::kProducerWarps, lane, order(group));
-    if (merges) {  // as those who merge do
-      __syncwarp();
-      for (int i = 0; i < (S::kPushes ? 0 : 2); ++i)
-        asm volatile("barrier.cluster.wait.aligned;\n barrier.cluster.arrive.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    }
+    if (merges) cluster_wait();  // as those who merge do
   } else {
     take_registers<S::kConsumerRegisters>();
     wait_for_previous();
@@ -274,8 +263,8 @@ template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Launch {
   static constexpr auto kKernel = sparse_mla_mma_kernel<FORMAT, BLOCK>;
   using S = Shape<FORMAT, BLOCK>;
-  static constexpr int kSharedBytes =
-      S::kConsumerGroups * sizeof(SharedStorage<S>) + (S::kPushes ? sizeof(Received<S>) : 0);
+  static constexpr int kSharedBytes = S::kConsumerGroups * sizeof(SharedStorage<S>) +
+                                      (S::kMerges && !S::kTellsInRing ? sizeof(Told) : 0);
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
 
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {

@@ -5,14 +5,10 @@
 // the power of two that each is divided by; one computes scores and weights of a tile of 64 keys; two add it to the
 // outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16 and
 // are multiplied by the ratio of their scale to the row's power: no widened row is ever stored.
-// Few tokens: up to eight blocks that share a token's keys form a cluster and merge through each other's shared memory.
-
-#include <cooperative_groups.h>
+// Few tokens: up to eight blocks that share a token's keys form a cluster, and each tells the others its outputs.
 
 #include "wgmma_rows_fetch.cuh"
 #include "wgmma_rows_scores.cuh"
-
-namespace cg = cooperative_groups;
 
 namespace mla {
 namespace wgmma_rows {
@@ -22,7 +18,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
-  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs;
+  using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs, Base::told;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
 
@@ -105,7 +101,6 @@ struct Outputs : Storage<FORMAT> {
   }
 
   __device__ __forceinline__ void multiply() const {
-    const int t = lane % 4;
     uint32_t tile = 0;
     KeyLengths lengths(p, turns[0]);
     {
@@ -124,9 +119,7 @@ struct Outputs : Storage<FORMAT> {
         if (left > 1) barrier_arrive(used(tile % 2));
       }
       if (p.splits > 1) {
-        sync_threads(2, kOutputThreads);
-        // Partial outputs take the place of the ring, which everybody has left.
-        wgmma::store_partial(floats(L::kRing), acc, dim0(), t);
+        push_and_merge(acc, i, item.token);
         return;
       }
       // With the last weights came the factors.
@@ -138,42 +131,42 @@ struct Outputs : Storage<FORMAT> {
   }
 
   // ---------------------------------------------------------------- splits are the blocks of a cluster
-  // Each adds up its share of the output from everybody's shared memory, in the order of the ranks.
-  __device__ __forceinline__ void merge() const {
-    cg::cluster_group cluster = cg::this_cluster();
-    cluster.sync();
-    const int64_t token = blockIdx.x / (p.splits * p.head_blocks);
-    const int rank = blockIdx.x % p.splits, first = head0(blockIdx.x), heads = min(kN, p.heads - first);
-    for (int i = rank * kOutputThreads + warp * 32 + lane; i < heads * (kDim / 4); i += p.splits * kOutputThreads) {
-      const int head = i / (kDim / 4), dim = i % (kDim / 4) * 4;
-      const float sink = p.sinks ? p.sinks[first + head] * kLog2e : -INFINITY;
-      float largest[kMaxSplits], sum[kMaxSplits], maximum = kNoMaximum;
-      float4 value[kMaxSplits];
+  // Each writes a share of the outputs. Neighbouring heads of a warp have runs of 8 dimensions in another order, so
+  // that they lie in different banks.
+  __device__ __forceinline__ void push_and_merge(const float (&acc)[4][kN / 2], int item, int64_t token) const {
+    static_assert(Told::kUnitsHead * 32 == kOutputThreads, "a unit is the dimensions of a warp");
+    const int g = lane / 4, t = lane % 4, block = p.share_of(item);
+    uint32_t most[kN / 8];  // of heads 2t and 2t + 1 of each eight, as BF16
 #pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r) {
-        if (r >= p.splits) continue;
-        const float* const stat = cluster.map_shared_rank(floats(L::kFactor), r);
-        largest[r] = stat[head], sum[r] = stat[kN + head];
-        value[r] = *reinterpret_cast<const float4*>(cluster.map_shared_rank(floats(L::kRing), r) +
-                                                    wgmma::partial_at(head, dim));
-        maximum = fmaxf(maximum, largest[r]);
-      }
-      float keys = 0.f;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int n = 0; n < kN / 8; ++n) {
+      float of[2] = {};
 #pragma unroll
-      for (int r = 0; r < kMaxSplits; ++r) {
-        if (r >= p.splits) continue;
-        const float weight = exp2_fast(largest[r] - maximum);
-        keys += weight * sum[r];
-        v.x += weight * value[r].x, v.y += weight * value[r].y, v.z += weight * value[r].z, v.w += weight * value[r].w;
-      }
-      const float shift = fmaxf(maximum, sink), mine = exp2_fast(maximum - shift);
-      const float total = keys * mine + exp2_fast(sink - shift), factor = total > 0.f ? p.bmm2 * mine / total : 0.f;
-      *reinterpret_cast<uint2*>(out_of(token, first + head) + dim) =
-          make_uint2(pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
-      if (p.lse && dim == 0) write_statistics(p, token, first + head, maximum, keys, maximum);
+      for (int i = 0; i < 16; ++i) of[i % 2] = fmaxf(of[i % 2], fabsf(acc[i / 4][n * 4 + i % 4]));
+      most[n] = __byte_perm(__float_as_uint(of[0]), __float_as_uint(of[1]), 0x7632);
     }
-    cluster.sync();  // nobody leaves while its shared memory is read
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2)
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) most[n] = __vmaxu2(most[n], __shfl_xor_sync(~0u, most[n], mask));
+    cluster_wait();
+    Told& told = this->told();
+    const Told::Places places = told.places_of(block);
+#pragma unroll
+    for (int n = 0; n < kN / 4; ++n) {
+      const int head = n / 2 * 8 + t * 2 + n % 2, at = n / 2 * 4 + n % 2;
+      const float2 power = power_below(n % 2 ? most[n / 2] >> 16 : most[n / 2]);
+      uint32_t packed[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) packed[m] = pack_half(acc[m][at] * power.y, acc[m][at + 2] * power.y);
+      const Told::Place place = places[warp * kN + head];
+      told.tell(place, g ^ t * 2, packed);
+      if (g == n) told.tell_power(place, power.x);
+    }
+    told.merge(p, kN, p.splits, block, warp * 32 + lane, kOutputThreads, token, head0(item), floats(L::kFactor), p.bmm2,
+               [](int unit, int run) {
+                 const int head = unit % kN;
+                 return make_int2(head, unit / kN * 64 + (run ^ (head / 2 % 4) * 2) * 8);
+               });
   }
 };
 
@@ -192,28 +185,23 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
     return Storage<FORMAT>{p, smem, smem_address(smem), warp, lane, turns};
   };
   if (threadIdx.x == 0) block().init();
+  if (p.splits > 1) cluster_arrive();
   touch(p);
   wait_for_previous();
   if (turns.is_sorted)
     sort_items(turns, smem, list, [&](int i) { return Item(p, i, KeyLengths(p, i)).tiles; });
   else
     __syncthreads();
-  const auto while_merging = [&] {
-    if (p.splits > 1) cg::this_cluster().sync(), cg::this_cluster().sync();  // as merge() does
-  };
   if (warp >= 12) {
     give_registers<L::kFetchRegisters>();
     Fetch<FORMAT>{block()}.template fetch<FIRST>();
-    while_merging();
+    if (p.splits > 1) cluster_wait();  // as the others do
   } else if (warp >= 8) {
     take_registers<L::kScoreRegisters>();
     Scores<FORMAT>{block()}.weigh();
-    while_merging();
   } else {
     take_registers<L::kOutputRegisters>();
-    const Outputs<FORMAT> outputs{block()};
-    outputs.multiply();
-    if (p.splits > 1) outputs.merge();
+    Outputs<FORMAT>{block()}.multiply();
   }
 #endif
 }

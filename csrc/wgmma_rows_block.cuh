@@ -1,8 +1,8 @@
 // What a block of sparse_mla_wgmma_rows.cu works on and with: shared memory, and q on its way into it.
 #pragma once
 
+#include "cluster_merge.cuh"
 #include "rows.cuh"
-#include "scheduler.cuh"
 #include "wgmma_block.cuh"
 
 namespace mla {
@@ -18,6 +18,8 @@ inline constexpr int kHeads = 32;  // of an item, at most
 inline constexpr int kMaxSplits = kWgmmaRowsMaxSplits;
 
 using Item = Keys<kTile>;
+// What a block that shares its token's keys is told: of units that are the dimensions of a warp.
+using Told = Received<kHeads, kMaxSplits, 64, false>;
 
 // d (64 x 32, fp32) = a (64 x 16, in registers) times b (16 x 32, in shared memory), both BF16, plus d if ADD.
 template <bool ADD>
@@ -53,8 +55,7 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kGroupBytes = 8 * R::kPitch, kSlotBytes = kTile / 2 * R::kPitch;
   static constexpr int kWideAtGroup = 1024 * R::kWideLine;
   static constexpr int kQBytes = kHeads * R::kDims * 2, kWeightBytes = kHeads * kTile * 2;
-  static constexpr int kQ = 0;                                  // [items, even and odd]
-  static constexpr int kWeights = kQ + 2 * kQBytes;             // [2]
+  static constexpr int kWeights = 0;                            // [2]
   static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
   // [slots][32 rows][16 bytes]: scales as they come. Of UE8M0 ones then, fp16, their ratios to the row's power of two,
   // of which the last two bytes have the exponent.
@@ -64,15 +65,17 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kMaximum = kScale + 2 * kHeads * 4;      // [kHeads]
   static constexpr int kReduce = kMaximum + kHeads * 4;         // [4 warps][kHeads]: largest score, or sum
   static constexpr int kCorrection = kReduce + 4 * kHeads * 4;  // [weights][kHeads]
-  static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of partial output: maxima, sums
+  static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of shared keys: sinks
   static constexpr int kState = kFactor + 2 * kHeads * 4;       // [weights]: whether outputs are to be corrected
   static constexpr int kThere = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
   static constexpr int kTurns = kThere + kSlots * 4;
   static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
-  static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
+  static constexpr int kQ = (kBarriers + (2 * kSlots + 8) * 8 + 1023) / 1024 * 1024;  // [items, even and odd]
+  // In place of a second item, which blocks that share keys have not: they are told it while they work on the first.
+  static constexpr int kTold = kQ + kQBytes;
+  static constexpr int kTotal = kTold + (kQBytes > sizeof(Told) ? kQBytes : sizeof(Told));
   static_assert(R::kPitch == 640 && R::kWide == 64, "the wide part is one line of 128 bytes, after four");
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
-  static_assert(kHeads * kDim * 4 <= kSlots * kSlotBytes, "partial output must fit the ring");
 };
 
 // What lies in shared memory.
@@ -92,7 +95,11 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
     asm volatile("" : "+r"(again));
     return again;
   }
-  __device__ __forceinline__ void init() const { Base::init(128, kOutputThreads); }
+  __device__ __forceinline__ Told& told() const { return *reinterpret_cast<Told*>(Base::smem + L::kTold); }
+  __device__ __forceinline__ void init() const {
+    if (p.splits > 1) told().init(p, kHeads, p.splits, p.share_of(blockIdx.x));
+    Base::init(128, kOutputThreads);
+  }
 };
 
 // The heads of q that a warp, of WARPS, brings into shared memory as B operand: 512 dimensions fp16, those of keys

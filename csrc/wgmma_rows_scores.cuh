@@ -10,7 +10,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0, Base::told;
   using Base::guess_maximum, Base::raise_maximum, Base::maximum_and_sum;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
@@ -191,21 +191,21 @@ struct Scores : Storage<FORMAT> {
     }
   }
 
-  // With the last weights of an item goes what its outputs are to be multiplied by.
-  __device__ __forceinline__ void finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
+  // With the last weights of an item goes what its outputs are to be multiplied by or, if blocks share its keys, sinks.
+  // Returns the maximum and the sum of the thread's head, if it has one.
+  __device__ __forceinline__ float2 finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
                                          bool started, float sink) const {
     const int head = thread();
     const auto [largest, total] = maximum_and_sum(sum, started);
-    if (head >= kN) return;
-    float* const factors = floats(L::kFactor);
-    if (p.splits > 1) {
-      factors[head] = largest, factors[kN + head] = total;
-    } else {
+    if (head < kN && p.splits > 1) {
+      floats(L::kFactor)[head] = sink;
+    } else if (head < kN) {
       const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
       const float all = total * mine + exp2_fast(sink - shift);
-      factors[buffer * kN + head] = all > 0.f ? p.bmm2 * mine / all : 0.f;
+      floats(L::kFactor)[buffer * kN + head] = all > 0.f ? p.bmm2 * mine / all : 0.f;
       if (p.lse && head0 + head < p.heads) write_statistics(p, token, head0 + head, largest, total, largest);
     }
+    return make_float2(largest, total);
   }
 
   __device__ __forceinline__ void weigh() const {
@@ -216,6 +216,7 @@ struct Scores : Storage<FORMAT> {
       lengths = LaneLengths(p, turns[turn + 1], lane);
       const int buffer = served % 2, head = head0(i) + thread();
       const float sink = p.sinks && thread() < kN && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
+      float2 stats;
       float sum[kN / 4] = {};
       bool started = false;  // there is a maximum
       barrier_wait(q_full(buffer), served / 2 & 1);
@@ -224,11 +225,17 @@ struct Scores : Storage<FORMAT> {
         uint32_t powers[2];
         scores(s, powers, tile, buffer);
         weights(s, powers, sum, tile, started, buffer);
-        if (left == 1) finish(sum, item.token, head0(i), tile % 2, started, sink);
+        if (left == 1) stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
         fence_async();
         barrier_arrive(ready(tile % 2));
       }
       barrier_arrive(q_empty(buffer));  // its scales are read until here
+      if (p.splits > 1) {
+        cluster_wait();
+#pragma unroll
+        for (int rank = 0; rank < kMaxSplits; ++rank)
+          if (thread() < kN && rank < p.splits) told().tell(rank, p.share_of(i), thread(), stats.x, stats.y);
+      }
     }
   }
 };
