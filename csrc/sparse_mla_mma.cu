@@ -178,7 +178,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
       if constexpr (S::kMerges)
-        if (p.splits > S::kConsumerGroups) {
+        if (p.splits > 1) {
           push_and_merge(item, token, head0);
           continue;
         }
@@ -203,18 +203,16 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   SharedStorage<S>* const groups = reinterpret_cast<SharedStorage<S>*>(smem);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same in every lane
   const int lane = threadIdx.x % 32;
-  const bool merges = S::kMerges && p.splits > S::kConsumerGroups;
+  const bool merges = S::kMerges && p.splits > 1;
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
       barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
-    if (merges && threadIdx.x == 0) {
-      const int item = blockIdx.x * S::kConsumerGroups;
-      told_of(groups).init(p, min(kHeads, p.heads - p.head_block_of(item) * kHeads), p.splits / S::kConsumerGroups,
-                           p.share_of(item) / S::kConsumerGroups);
-    }
+    if (merges)
+      told_of(groups).init(p, min(kHeads, p.heads - p.head_block_of(blockIdx.x) * kHeads), p.splits,
+                           p.share_of(blockIdx.x));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -270,7 +268,7 @@ struct Launch {
   static cudaError_t run(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
     const RowParams p(call, kHeads, splits);
     if (BLOCK == MmaBlock::kShared)
-      return launch_kernel<kKernel>(p, p.items / 2, kThreads, kSharedBytes, splits / 2, stream);
+      return launch_kernel<kKernel>(p, p.items / 2, kThreads, kSharedBytes, 1, stream);
     const int blocks = splits > 1 ? p.items : min(p.items, sms);
     return launch_kernel<kKernel>(p, blocks, kThreads, kSharedBytes, splits, stream);
   }

@@ -63,8 +63,7 @@ enum class MmaBlock {
 };
 constexpr int kMmaMaxSplits = 16;
 
-// So many blocks share a token's keys, as a cluster. With kPaired 1; with kShared 2, which are the halves of a block,
-// and no more blocks than SMs.
+// So many blocks share a token's keys, as a cluster. With kPaired 1; with kShared 2, which are the halves of a block.
 cudaError_t launch_sparse_mla_mma(const SparseMlaRows& call, MmaBlock block, int splits, int sms, cudaStream_t stream);
 
 // How many clusters of `size` such blocks the GPU, `device`, holds at once; 0 if none. Likewise below.
