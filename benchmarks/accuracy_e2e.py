@@ -78,6 +78,7 @@ from e2e import (
     child_environment,
     compare_full,
     compare_top,
+    compiled_when_used,
     full_rows,
     has_sparse_mla,
     import_flashinfer,
@@ -243,6 +244,7 @@ def child(job: dict[str, Any]) -> None:
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
             **spec["compilation"],
         }
+        kwargs |= compiled_when_used()
     if ranks_share_a_gpu():  # CUDA takes none that is named twice
         if job["tp"] > 1:
             kwargs |= start_nodes(kwargs)[0]

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -53,7 +54,7 @@ NODES = {
 HEADLESS = """
 import argparse, json, sys
 from vllm.entrypoints.cli.serve import run_headless
-run_headless(argparse.Namespace(api_server_count=0, **json.loads(sys.argv[1])))
+run_headless(argparse.Namespace(api_server_count=0, reasoning_parser_plugin=None, **json.loads(sys.argv[1])))
 """
 MIN_PROB = 1e-6  # log-probability differences count tokens the reference gives at least this
 LOG_PREFIX = f"[{Path(sys.argv[0]).stem} "
@@ -161,6 +162,14 @@ def child_environment(**changes: str) -> dict[str, str]:
     return env | changes
 
 
+def compiled_when_used() -> dict[str, Any]:
+    """For `LLM`: vLLM 0.33.0 compiles 213 kernels before it starts, unless told not to, and some take 15 s."""
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm and vllm.origin
+    has_it = "enable_jit_warmup" in (Path(vllm.origin).parent / "config/kernel.py").read_text()
+    return {"kernel_config": {"enable_jit_warmup": False}} if has_it else {}
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -178,6 +187,13 @@ def node_environment(rank: int) -> dict[str, str]:
     return NODES | {"CUDA_VISIBLE_DEVICES": visible_gpus()[rank], "NCCL_HOSTID": f"rank {rank}"}
 
 
+def end_with(node: subprocess.Popen, rank: int) -> None:
+    """Ends this process if a node ends by an error, which it would wait for without a word."""
+    if (status := node.wait()) > 0:
+        log(f"error: the node of rank {rank} ended with {status}; what it said is above.")
+        os._exit(1)
+
+
 def start_nodes(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[subprocess.Popen]]:
     """Start vLLM on every visible GPU but the first, a node each; this process is then the first.
 
@@ -193,6 +209,7 @@ def start_nodes(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[subproc
         options = json.dumps(arguments | nodes | {"node_rank": rank})
         environment = os.environ | environments[rank]
         others.append(subprocess.Popen([sys.executable, "-c", HEADLESS, options], env=environment))
+        threading.Thread(target=end_with, args=(others[-1], rank), daemon=True).start()
     os.environ.update(environments[0])
     return nodes, others
 

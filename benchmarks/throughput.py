@@ -76,6 +76,7 @@ from e2e import (
     SPARSE_MLA_BASE,
     STOCK_KERNELS,
     child_environment,
+    compiled_when_used,
     has_sparse_mla,
     import_flashinfer,
     kept,
@@ -243,7 +244,7 @@ def child(job: dict[str, Any]) -> None:
         result.update(more)
         Path(job["out"]).write_text(json.dumps(result))
 
-    arguments = engine_arguments(job)
+    arguments = engine_arguments(job) | compiled_when_used()
     log(f"LLM({arguments})")
     llm = LLM(**arguments)
     engine = llm.llm_engine

@@ -119,7 +119,8 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
 def test_nodes_of_one_host(monkeypatch, gpus, shared):
     """Each rank is a node on its GPU, which NCCL must not know to be on one host where they share one."""
     others, here = [], {"CUDA_VISIBLE_DEVICES": gpus, "PATH": "/bin"}
-    popen = SimpleNamespace(Popen=lambda command, env: others.append((json.loads(command[-1]), env)))
+    node = SimpleNamespace(wait=lambda: 0)
+    popen = SimpleNamespace(Popen=lambda command, env: others.append((json.loads(command[-1]), env)) or node)
     monkeypatch.setattr(e2e, "subprocess", popen)
     monkeypatch.setattr(e2e.os, "environ", here)
     nodes, started = e2e.start_nodes({"model": "m", "tensor_parallel_size": 3})
