@@ -3,8 +3,8 @@
 With those every index score is the same, which is the worst case of vLLM's top-k: 3206 us a layer of 8192 tokens
 where distinct scores take 84 (H200). Here the weights that decide queries, keys and index scores get the size that
 they have in a trained model: embeddings, norms, and the projections of attention, compressors and indexers. MXFP4
-experts, whose bytes vLLM leaves as the memory had them, get random values of a like size. All else stays as vLLM
-fills it. A tensor is drawn by a seed of its name, so every start, and every rank, has the same.
+and NVFP4 experts, whose bytes vLLM leaves as the memory had them, get random values of a like size. All else stays
+as vLLM fills it. A tensor is drawn by a seed of its name, so every start, and every rank, has the same.
 
 A worker of vLLM imports this as `worker_extension_cls` before it loads the model; this folder is on PYTHONPATH:
 
@@ -28,6 +28,11 @@ FP8_STD = 16.0  # of E4M3 values; their scale makes up for it
 # Of random bits as two E2M1 numbers a byte, or as 4-bit integers from -8 on.
 E2M1_STD, INT4_STD = 2.93, 4.61
 EXPERT_SCALE = 127 - 8  # the byte of 2^-8; random FP4 values have a standard deviation of 2.9
+# The same of NVFP4 experts, whose blocks have a scale of 1: ModelOpt's multiplier, compressed-tensors' divisor. That of
+# vLLM's dummy weights is so near zero that weights are infinite.
+NVFP4_EXPERTS = {
+    "weight_scale_2": 2.0**-8, "weight_global_scale": 2.0**8, "input_scale": 1.0, "input_global_scale": 1.0,
+}  # fmt: skip
 
 
 def generator(name: str, device: torch.device) -> torch.Generator:
@@ -82,10 +87,16 @@ def seed_weights(model: torch.nn.Module) -> list[str]:
                 normal(name, tensor, 1.0)
             elif key == "ape":
                 normal(name, tensor, 0.5)
-            elif tensor.dtype == torch.uint8 and key in ("w13_weight", "w2_weight"):
-                tensor.random_(0, 256, generator=generator(name, tensor.device))
-            elif tensor.dtype == torch.uint8 and key in ("w13_weight_scale", "w2_weight_scale"):
-                tensor.fill_(EXPERT_SCALE)
+            elif key.startswith(("w13_", "w2_")):
+                what = key.partition("_")[2]
+                if tensor.dtype == torch.uint8 and what in ("weight", "weight_packed"):
+                    tensor.random_(0, 256, generator=generator(name, tensor.device))
+                elif tensor.dtype == torch.uint8 and what == "weight_scale":
+                    tensor.fill_(EXPERT_SCALE)
+                elif tensor.dtype == torch.float8_e4m3fn and what == "weight_scale":
+                    tensor.copy_(torch.ones(tensor.shape))
+                elif what in NVFP4_EXPERTS:
+                    tensor.fill_(NVFP4_EXPERTS[what])
     for kind in (*KINDS, *(V32 if any(V32[0] in name for name in done) else V4)):
         if not any(kind in name for name in done):
             raise RuntimeError(f"the model has no weights named {kind}, so index scores would be equal")

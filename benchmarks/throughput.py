@@ -116,6 +116,8 @@ ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUES
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 LEAST_CONTEXT = 2304
+# Of the tokens that dummy weights write: experts are chosen by them, and a model of NaN writes one token alone.
+LEAST_DISTINCT = 0.5
 # Lines of vLLM's log that the results keep.
 REPORTS = re.compile(
     r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
@@ -272,9 +274,13 @@ def child(job: dict[str, Any]) -> None:
             engine.add_request(name, tokens_input(tokens), params)
         return names
 
+    written: list[int] = []
+
     def step() -> dict[str, int]:
         """New tokens by request; a request that ends too early would be missed by the timing."""
-        return {o.request_id: len(o.outputs[0].token_ids) for o in engine.step() if o.outputs}
+        new = {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.outputs}
+        written.extend(token for tokens in new.values() for token in tokens)
+        return {request: len(tokens) for request, tokens in new.items()}
 
     rates = []
     for repeat in range(1 + PREFILL_REPEATS):
@@ -315,6 +321,7 @@ def child(job: dict[str, Any]) -> None:
             return done
 
         tokens_of(WARM_STEPS)
+        written.clear()
         rates = []
         for _ in range(WINDOWS):
             begin = time.perf_counter()
@@ -323,7 +330,13 @@ def child(job: dict[str, Any]) -> None:
         if engine.get_num_unfinished_requests() != batch:
             raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests are left of {batch}")
         rate = statistics.median(rates)
-        result["decode"][str(batch)] = {"tokens_per_second": rate, "all": rates, "ms_per_step": 1e3 * batch / rate}
+        distinct = len(set(written)) / len(written)
+        if not job["weights"] and distinct < LEAST_DISTINCT:
+            raise RuntimeError(f"{distinct:.0%} of the tokens written differ, so they went to too few experts")
+        result["decode"][str(batch)] = {
+            "tokens_per_second": rate, "all": rates, "ms_per_step": 1e3 * batch / rate,
+            "distinct_tokens": round(distinct, 3),
+        }  # fmt: skip
         save()
         log(f"decode {batch}: {rate:.0f} tokens/s, {1e3 * batch / rate:.2f} ms a step")
     engine.abort_request(running)
