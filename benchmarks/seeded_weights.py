@@ -28,8 +28,8 @@ FP8_STD = 16.0  # of E4M3 values; their scale makes up for it
 # Of random bits as two E2M1 numbers a byte, or as 4-bit integers from -8 on.
 E2M1_STD, INT4_STD = 2.93, 4.61
 EXPERT_SCALE = 127 - 8  # the byte of 2^-8; random FP4 values have a standard deviation of 2.9
-# The same of NVFP4 experts, whose blocks have a scale of 1: ModelOpt's multiplier, compressed-tensors' divisor. That of
-# vLLM's dummy weights is so near zero that weights are infinite.
+# The same of NVFP4 experts, whose blocks have a scale of 1: ModelOpt's multiplier, compressed-tensors' divisor.
+# vLLM's dummy weights have a divisor so near zero that weights are infinite.
 NVFP4_EXPERTS = {
     "weight_scale_2": 2.0**-8, "weight_global_scale": 2.0**8, "input_scale": 1.0, "input_global_scale": 1.0,
 }  # fmt: skip

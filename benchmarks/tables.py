@@ -42,7 +42,7 @@ CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
-EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "small", "fp8"))
+EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
 # Of serve_report.KINDS, what a step has besides products, experts and mHC.
 SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
 CURRENT = "accuracy_e2e_h200_64heads"
@@ -54,8 +54,8 @@ DROP_IN = "FlashMLA's cache, drop-in"
 # Of runs of serve.py.
 NAMES = BACKENDS | {
     "dropin": DROP_IN,
-    "smallkernels": "drop-in, `small-kernels`",
-    "fp8experts": "drop-in, `small-kernels`, `fp8-experts`",
+    "fp8experts": "drop-in, `small-kernels`, `fp8-experts`; a graph of 8192 tokens",
+    "fp8experts16k": "the same; steps of 16384 tokens instead",
 }
 
 
