@@ -88,102 +88,22 @@ struct Outputs : Values<FORMAT, BLOCK> {
   // ---------------------------------------------------------------- merged in the shared memory of those who write them
   // Scaled rows. A warp of a block has 64 dimensions, 16 of a thread for each of its rows: a *unit*.
   static constexpr int kUnitsRow = kDim / 16;
-  // What a thread has to tell of its units: of 16 dimensions of two rows, two blocks of 8 columns by two.
-  struct Units {
-    float of[8][4];  // as accumulators are: [block][column of row g, of row g + 8]
-    int index;       // among those of a row
-  };
-
-  // No call comes here now: clusters are of whole blocks (sparse_mla_sm90.cu). Without it the kernel for the halves of a
-  // block is other machine code, which has to run on a GPU first.
-  // Two groups have half of an item's keys each, and the same heads and dimensions in each thread. Each takes half of
-  // the dimensions: what it has of the others it tells the other group, through its ring, which nobody reads any more.
-  __device__ __forceinline__ void exchange_halves(Units& units, bool both_rows) {
-    SharedStorage<S>& other_storage = group ? (&shared)[-1] : (&shared)[1];
-    static_assert(kDimBlocks == 16, "half of them are a warp's of a group of eight");
-    const auto tell = [&](auto wide) {
-      using Word = std::conditional_t<decltype(wide)::value, float4, float2>;
-      Word* const to = reinterpret_cast<Word*>(shared.rows) + thread;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = group ? acc[j][i] : acc[8 + j][i];
-        if constexpr (decltype(wide)::value)
-          to[j * S::kGroupThreads] = make_float4(x[0], x[1], x[2], x[3]);
-        else
-          to[j * S::kGroupThreads] = make_float2(x[0], x[1]);
-      }
-    };
-    if (both_rows)
-      tell(std::true_type());
-    else
-      tell(std::false_type());
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (warp == 0 && t == 0)
-        shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
-        shared.row_stat[2][g + h * 8] = largest[h];
-    sync_threads(3, kConsumerThreads);
-    float mine[2], other[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float their_maximum = other_storage.row_stat[0][g + h * 8], most = fmaxf(maximum[h], their_maximum);
-      const float shift = most == -INFINITY ? 0.f : most;
-      mine[h] = exp2_fast(maximum[h] - shift), other[h] = exp2_fast(their_maximum - shift);
-      maximum[h] = most;
-      sum[h] = mine[h] * sum[h] + other[h] * other_storage.row_stat[1][g + h * 8];
-      largest[h] = fmaxf(largest[h], other_storage.row_stat[2][g + h * 8]);
-    }
-    const auto add = [&](auto wide) {
-      using Word = std::conditional_t<decltype(wide)::value, float4, float2>;
-      const Word* const from = reinterpret_cast<const Word*>(other_storage.rows) + thread;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const Word x = from[j * S::kGroupThreads];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) units.of[j][i] = mine[i / 2] * (group ? acc[8 + j][i] : acc[j][i]);
-        units.of[j][0] = fmaf(other[0], x.x, units.of[j][0]), units.of[j][1] = fmaf(other[0], x.y, units.of[j][1]);
-        if constexpr (decltype(wide)::value)
-          units.of[j][2] = fmaf(other[1], x.z, units.of[j][2]), units.of[j][3] = fmaf(other[1], x.w, units.of[j][3]);
-      }
-    };
-    if (both_rows)
-      add(std::true_type());
-    else
-      add(std::false_type());
-    units.index = (group * S::kWarps + warp) * 4 + t;
-  }
   // Where run i of 8 dimensions of unit `index` of a row begins.
-  static __device__ __forceinline__ int dim_of(int index, int i) {
-    const int of_warp = index / 4;
-    return S::first_dim(of_warp % S::kWarps, index % 4, i, of_warp / S::kWarps);
-  }
+  static __device__ __forceinline__ int dim_of(int index, int i) { return S::first_dim(index / 4, index % 4, i, 0); }
 
   // The blocks of a cluster have a share of the keys each, and each writes a share of the outputs.
   __device__ __forceinline__ void push_and_merge(int item, int64_t token, int head0) {
-    const int blocks = p.splits / S::kConsumerGroups, block = p.share_of(item) / S::kConsumerGroups;
-    SharedStorage<S>& shared = group ? (&this->shared)[-1] : this->shared;
+    static_assert(S::kConsumerGroups == 1 && kDimBlocks == 8, "a unit of a thread for each of its rows");
+    const int blocks = p.splits, block = p.share_of(item), unit = warp * 4 + t;
     Told& told = told_of(&shared);
     const int rows = min(kHeads, p.heads - head0);
-    Units units;
-    if constexpr (BLOCK == MmaBlock::kShared) {
-      exchange_halves(units, rows > 8);
-    } else {
-      static_assert(kDimBlocks == 8 || BLOCK == MmaBlock::kPaired, "");
-      units.index = warp * 4 + t;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) units.of[j][i] = acc[j][i];
-    }
     cluster_wait();
     const Told::Places places = told.places_of(block);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = g + h * 8;
       if (row >= rows) continue;
-      if (const int rank = units.index; rank < blocks) {  // a thread of a row for each block
+      if (const int rank = unit; rank < blocks) {  // a thread of a row for each block
         told.tell(rank, block, row, maximum[h], sum[h]);
         if (p.max_logits)
           send(of_rank(&told.largest[block * kHeads + row], rank), largest[h], of_rank(&told.arrived, rank));
@@ -192,20 +112,20 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(units.of[j][2 * h + i]));
+        for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(acc[j][2 * h + i]));
       const float2 power = power_below(__float_as_uint(most) >> 16);
-      const Told::Place place = places[row * kUnitsRow + units.index];
+      const Told::Place place = places[row * kUnitsRow + unit];
       told.tell_power(place, power.x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t packed[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          packed[j] = pack_half(units.of[2 * j][2 * h + i] * power.y, units.of[2 * j + 1][2 * h + i] * power.y);
+          packed[j] = pack_half(acc[2 * j][2 * h + i] * power.y, acc[2 * j + 1][2 * h + i] * power.y);
         told.tell(place, i, packed);
       }
     }
-    told.merge(p, rows, blocks, block, group * S::kGroupThreads + thread, kConsumerThreads, token, head0, shared.sinks,
+    told.merge(p, rows, blocks, block, thread, kConsumerThreads, token, head0, shared.sinks,
                shared.bmm2,
                [&](int unit, int i) { return make_int2(unit / kUnitsRow, dim_of(unit % kUnitsRow, i)); });
   }

@@ -22,9 +22,8 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
-  // Whether blocks may share a token's keys, or more of them than a block's halves.
-  static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf ||
-                                  (BLOCK == MmaBlock::kShared && R::kIsScaled);
+  // Whether blocks may share a token's keys.
+  static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf;
   // What they tell each other has no room but in the last stage, which then is none.
   static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kStages == 3;
   static __device__ __forceinline__ int stages(const RowParams& p) {
