@@ -212,45 +212,7 @@ struct Scores {
     for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
-    constexpr int kTogether = S::kIsScaled ? kChains : 1;  // units, each with a sum of its own until it is scaled
-#pragma unroll
-    for (int unit0 = 0; unit0 < S::kNarrowUnits; unit0 += kTogether) {
-      float part[kTogether][kKeyBlocks][4] = {};
-      uint32_t b[kTogether][kKeyBlocks][8];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-#pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
-          const int unit = unit0 + j;
-          if (unit >= S::kNarrowUnits) continue;
-          uint32_t w[4];
-          read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
-        }
-#pragma unroll
-      for (int u = 0; u < 4; ++u)
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          if (unit0 + j >= S::kNarrowUnits) continue;
-          uint32_t a[4];
-          fragment_of_q(a, (unit0 + j) * 4 + u);
-#pragma unroll
-          for (int n = 0; n < kKeyBlocks; ++n)
-            multiply<true>(S::kIsScaled ? part[j][n] : chains[u % kChains][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
-        }
-      if constexpr (S::kIsScaled)
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j)
-#pragma unroll
-          for (int n = 0; n < kKeyBlocks; ++n) {
-            if (unit0 + j >= S::kNarrowUnits) continue;
-            const int of = (unit0 + j) * 64 / S::kGroup;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              chains[0][n][i] = fmaf(part[j][n][i], scales[n][i % 2].of_group(of), chains[0][n][i]);
-          }
-    }
+    // What is wide comes first: the end then waits for the last products of what is narrow, and not for others after it.
 #pragma unroll
     for (int unit = 0; unit < S::kWideUnits; ++unit) {
       uint32_t b[kKeyBlocks][4];
@@ -266,6 +228,50 @@ struct Scores {
         for (int n = 0; n < kKeyBlocks; ++n)
           multiply<false>(chains[step % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
       }
+    }
+    // Groups of dimensions that have a scale, several together, each with a sum of its own until it is scaled.
+    constexpr int kSpan = S::kIsScaled ? S::kGroup / 64 : 1, kTogether = S::kIsScaled ? kChains : 1;
+#pragma unroll
+    for (int unit0 = 0; unit0 < S::kNarrowUnits; unit0 += kTogether * kSpan) {
+      float part[kTogether][kKeyBlocks][4] = {};
+#pragma unroll
+      for (int of_span = 0; of_span < kSpan; ++of_span) {
+        uint32_t b[kTogether][kKeyBlocks][8];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+#pragma unroll
+          for (int n = 0; n < kKeyBlocks; ++n) {
+            const int unit = unit0 + j * kSpan + of_span;
+            if (unit >= S::kNarrowUnits) continue;
+            uint32_t w[4];
+            read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
+          }
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            const int unit = unit0 + j * kSpan + of_span;
+            if (unit >= S::kNarrowUnits) continue;
+            uint32_t a[4];
+            fragment_of_q(a, unit * 4 + u);
+#pragma unroll
+            for (int n = 0; n < kKeyBlocks; ++n)
+              multiply<true>(S::kIsScaled ? part[j][n] : chains[u % kChains][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
+          }
+      }
+      if constexpr (S::kIsScaled)
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+#pragma unroll
+          for (int n = 0; n < kKeyBlocks; ++n) {
+            const int of = unit0 / kSpan + j;
+            if (of >= S::kGroups) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              chains[j][n][i] = fmaf(part[j][n][i], scales[n][i % 2].of_group(of), chains[j][n][i]);
+          }
     }
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n)
