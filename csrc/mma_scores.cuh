@@ -191,11 +191,19 @@ struct Scores {
 #pragma unroll
       for (int of = 0; of < S::kGroups; ++of) most = fmaxf(most, fabsf(scales.of_group(of)));
       const RowPower power = row_power(most);
+      // By all lanes, since a branch would put this behind the last products instead of beside them.
+      unsigned short ratios[S::kGroups];
+      RowPower biased = {power.log2 + shared.bias[stage][key], power.inverse};
+      asm volatile("" : "+f"(biased.log2), "+f"(biased.inverse));
+#pragma unroll
+      for (int of = 0; of < S::kGroups; ++of) {
+        ratios[of] = __half_as_ushort(__float2half_rn(scales.of_group(of) * power.inverse));
+        asm volatile("" : "+h"(ratios[of]));
+      }
       if (lane < kKeysWarp) {
 #pragma unroll
-        for (int of = 0; of < S::kGroups; ++of)
-          weights.ratio[of][key] = __float2half_rn(scales.of_group(of) * power.inverse);
-        weights.power[key] = {power.log2 + shared.bias[stage][key], power.inverse};
+        for (int of = 0; of < S::kGroups; ++of) weights.ratio[of][key] = __ushort_as_half(ratios[of]);
+        weights.power[key] = biased;
       }
       __syncwarp();
     }

@@ -83,19 +83,51 @@ struct Values : Scores<FORMAT, BLOCK> {
       for (int i = 0; i < 4; ++i) acc[j][i] *= correction[i / 2];
   }
 
-  // Weights times rows: this warp's dimensions, all keys.
-  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights) {
-    constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
+  // Weights times rows: this warp's dimensions, all keys. Of groups of four warps, what comes first of the rows is widened
+  // before the barrier that says that weights are there.
+  static constexpr bool kAhead = S::kNarrow > 0 && S::kWarps == 4;
+  static constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
+  using Run = uint32_t[kRunBlocks][2];
+
+  __device__ __forceinline__ void first_values(Run& b, int stage) const {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, half * 8, warp * S::kDimsWarp);
+#pragma unroll
+      for (int j = 0; j < kRunBlocks; ++j) asm volatile("" : "+r"(b[j][0]), "+r"(b[j][1]));  // not behind the barrier
+    }
+  }
+  // With a run of wide values in a warp of its own the loop is in parts, which wait for their loads one after another.
+  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights, const Run& first) {
+    if constexpr (S::kHasBoth) {
+      if (warp < S::kWarps - 1)
+        add_runs<false>(stage, weights, first);
+      else
+        add_runs<true>(stage, weights, first);
+    } else {
+      add_runs<S::kHasWideValues>(stage, weights, first);
+    }
+  }
+  // Whether the last run is wide.
+  template <bool WIDE>
+  __device__ __forceinline__ void add_runs(int stage, const Weights<S>& weights, const Run& first) {
+    static_assert(S::kNarrow == 0 || kDim - S::kNarrow <= S::kRun, "one run at most is wide");
 #pragma unroll
     for (int k = 0; k < S::kKeys / 16; ++k)
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const int dim0 = warp * S::kDimsWarp + run * S::kRun;
-        if (!S::kHasWideValues || (S::kNarrow > 0 && dim0 < S::kNarrow)) {
-          if constexpr (S::kNarrow > 0) {
-            uint32_t b[kRunBlocks][2], a[4];
+        if constexpr (S::kNarrow > 0)
+          if (!WIDE || run < kRuns - 1) {
+            Run b;
+            uint32_t a[4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, k * 16 + half * 8, dim0);
+            for (int half = 0; half < 2; ++half)
+              if (kAhead && k == 0 && run == 0)
+#pragma unroll
+                for (int j = 0; j < kRunBlocks; ++j) b[j][half] = first[j][half];
+              else
+                narrow_values(b, half, stage, k * 16 + half * 8, dim0);
             unpack(a, weights.term[0][k][lane]);
             if constexpr (S::kIsScaled) {
               const __half* const ratio = weights.ratio[dim0 / S::kGroup] + k * 16 + 2 * t;
@@ -106,8 +138,9 @@ struct Values : Scores<FORMAT, BLOCK> {
             }
 #pragma unroll
             for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
+            continue;
           }
-        } else if constexpr (S::kHasWideValues) {
+        if constexpr (WIDE) {
           uint32_t b[8][2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);

@@ -90,8 +90,8 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base = Outputs<FORMAT, BLOCK>;
   using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
-  using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values, Base::write_outputs;
-  using Base::merge_halves, Base::push_and_merge;
+  using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::first_values, Base::add_values;
+  using Base::write_outputs, Base::merge_halves, Base::push_and_merge;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
@@ -107,22 +107,31 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       barrier_wait(smem_address(&shared.full[stage]), parity);
       float s[kKeyBlocks][4];
       scores(s, stage);
+      typename Base::Run first;
+      first_values(first, stage);
       prepare_scales(stage, weights);
+      float2 bias[kKeyBlocks];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
         const int key = warp * kKeysWarp + n * 8 + 2 * t;
         // Weights are those of rows times their power, and so is their maximum.
-        const float2 bias = S::kIsScaled ? make_float2(weights.power[key].log2, weights.power[key + 1].log2)
-                                         : *reinterpret_cast<const float2*>(shared.bias[stage] + key);
-        if (p.max_logits)
+        bias[n] = S::kIsScaled ? make_float2(weights.power[key].log2, weights.power[key + 1].log2)
+                               : *reinterpret_cast<const float2*>(shared.bias[stage] + key);
+      }
+      if (p.max_logits)
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if ((i % 2 ? bias.y : bias.x) != -INFINITY) largest[i / 2] = fmaxf(largest[i / 2], s[n][i] * scale[i / 2]);
+            if ((i % 2 ? bias[n].y : bias[n].x) != -INFINITY)
+              largest[i / 2] = fmaxf(largest[i / 2], s[n][i] * scale[i / 2]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = fmaf(s[n][i], scale[i / 2], i % 2 ? bias.y : bias.x);
-      }
+      for (int n = 0; n < kKeyBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = fmaf(s[n][i], scale[i / 2], i % 2 ? bias[n].y : bias[n].x);
       float sum_tile[2];
-      bool raise = tile == 0;
+      // In groups of four the first tile's weights are written too, so that the way to the barrier has no branches.
+      bool raise = S::kWarps == 8 && tile == 0;
       if (!raise) {
         bool above = false;
 #pragma unroll
@@ -139,7 +148,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) sum[h] += sum_tile[h];
-      add_values(stage, weights);
+      add_values(stage, weights, first);
       barrier_arrive(smem_address(&shared.empty[stage]));
       if (++stage == S::stages(p)) stage = 0, parity ^= 1;
       buffer ^= 1;
