@@ -18,6 +18,8 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kConsumerGroups = kConsumerThreads / 32 / kWarps;
   static constexpr int kGroupThreads = kWarps * 32;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
+  // Of a stage, handed back one after another: the rows of each warp that fetches, where a ring has few stages.
+  static constexpr int kParts = kWarps == 4 ? kProducerWarps : 1;
   static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   // As many as fit.
@@ -82,7 +84,7 @@ struct alignas(128) SharedStorage {
   float q_scale[kHeads];
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
-  uint64_t empty[S::kStages];
+  uint64_t empty[S::kStages][S::kParts];
   int turns[kMostTurns];  // of the block; only in its first group's
 };
 

@@ -112,8 +112,9 @@ struct Values : Scores<FORMAT, BLOCK> {
   template <bool WIDE>
   __device__ __forceinline__ void add_runs(int stage, const Weights<S>& weights, const Run& first) {
     static_assert(S::kNarrow == 0 || kDim - S::kNarrow <= S::kRun, "one run at most is wide");
+    constexpr int kStepsPart = S::kKeys / 16 / S::kParts;
 #pragma unroll
-    for (int k = 0; k < S::kKeys / 16; ++k)
+    for (int k = 0; k < S::kKeys / 16; ++k) {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const int dim0 = warp * S::kDimsWarp + run * S::kRun;
@@ -154,6 +155,8 @@ struct Values : Scores<FORMAT, BLOCK> {
           }
         }
       }
+      if (k % kStepsPart == kStepsPart - 1) barrier_arrive(smem_address(&shared.empty[stage][k / kStepsPart]));
+    }
   }
   // Of two keys, row8 + 2t and the next, the dimensions of a run that are columns g; a register takes one of both keys.
   __device__ __forceinline__ void narrow_values(uint32_t (&b)[S::kRun / 8][2], int half, int stage, int row8,

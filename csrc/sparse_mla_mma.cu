@@ -26,6 +26,10 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
                                         const Order& turns) {
   constexpr int kRows = S::kKeys / S::kProducerWarps;  // of a stage, by this warp
   const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
+  // Where this lane's chunks of its first row come from and go to, kept: what the few registers here do not hold is
+  // loaded between copies, and waits until the copies before it have left.
+  uint32_t lane_from = chunk * 16, lane_to = S::chunk_at(warp * kRows, eighth, 0, chunk);
+  asm volatile("" : "+r"(lane_from), "+r"(lane_to));
   int turn = 0, item = turns[0];
   if (item >= p.items) return;
   Keys<S::kKeys> k(p, item, KeyLengths(INT_MAX, INT_MAX));
@@ -55,7 +59,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i)
         rows[i] = __shfl_sync(~0u, reinterpret_cast<int64_t>(row.at), i * 4 + eighth);
-      barrier_wait(smem_address(&shared.empty[stage]), parity);
+      barrier_wait(smem_address(&shared.empty[stage][S::kParts > 1 ? warp : 0]), parity);
       if (lane < kRows) {
         shared.bias[stage][my_key] = row.exists ? 0.f : -INFINITY;
         const uint32_t to = smem_address(&shared.scales[stage][my_key * S::kScaleBytes]);
@@ -70,6 +74,13 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         const int bytes = exist >> i * 4 & 1 ? 16 : 0, row8 = warp * kRows + i / 2 * 8, to_row = i % 2 * 4 + eighth;
 #pragma unroll
         for (int line = 0; line < S::kLines; ++line) {
+          if constexpr (S::kHalf == 0) {
+            static_assert(S::kPitch % 128 == 0, "four rows on, chunks lie in the other half of a line");
+            copy16<FIRST, S::kPrefetch>(((to + lane_to) ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
+                                        reinterpret_cast<const uint8_t*>(rows[i]) + lane_from + S::chunk(line, 0).from,
+                                        bytes);
+            continue;
+          }
           const typename S::Chunk c = S::chunk(line, chunk);
           if (c.exists)
             copy16<FIRST, S::kPrefetch>(to + S::chunk_at(row8, to_row, c.line, c.at),
@@ -149,7 +160,6 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) sum[h] += sum_tile[h];
       add_values(stage, weights, first);
-      barrier_arrive(smem_address(&shared.empty[stage]));
       if (++stage == S::stages(p)) stage = 0, parity ^= 1;
       buffer ^= 1;
     }
@@ -217,7 +227,8 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
-      barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
+      for (int part = 0; part < S::kParts; ++part)
+        barrier_init(smem_address(&mine.empty[i][part]), S::kGroupThreads);
     }
     if (merges && threadIdx.x == 0) {
       const int item = blockIdx.x * S::kConsumerGroups;
