@@ -67,7 +67,7 @@ template <typename S>
 struct Weights {
   uint4 term[S::kTerms][S::kKeys / 16][32];
   __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
-  RowPower power[S::kIsScaled ? S::kKeys : 1];
+  alignas(16) RowPower power[S::kIsScaled ? S::kKeys : 1];
 };
 
 template <typename S>

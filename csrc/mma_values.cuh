@@ -20,36 +20,34 @@ struct Values : Scores<FORMAT, BLOCK> {
   // largest score.
   float maximum[2], sum[2], largest[2];
 
-  // Weights of this warp's keys, relative to the maximum; their sums.
-  __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], Weights<S>& weights,
-                                                float (&sum_tile)[2]) const {
+  // Weights of this warp's keys, relative to the maximum; their sums, for which weights are divided by rows' powers.
+  __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], const float2 (&inverse)[kKeyBlocks],
+                                                Weights<S>& weights, float (&sum_tile)[2]) const {
     // The scores of two blocks of 8 keys lie in registers as the weights' A fragment of 16 keys needs them.
+    uint32_t high[kKeyBlocks][2], low[kKeyBlocks][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum_tile[h] = 0.f;
+    for (int h = 0; h < 2; ++h) {
+      sum_tile[h] = 0.f;
+      const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
 #pragma unroll
-    for (int n = 0; n < kKeyBlocks; ++n) {
-      const int block = warp * kKeyBlocks + n;
-      const auto put = [&](uint4 (&to)[32], const uint32_t (&x)[2]) {
-        reinterpret_cast<uint2*>(&to[lane])[block % 2] = make_uint2(x[0], x[1]);
-      };
-      uint32_t high[2], low[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
+      for (int n = 0; n < kKeyBlocks; ++n) {
         float x = exp2_fast(s[n][2 * h] - shift), y = exp2_fast(s[n][2 * h + 1] - shift);
         if constexpr (S::kNarrow)
-          high[h] = pack_half(x, y);
+          high[n][h] = pack_half(x, y);
         else
-          high[h] = pack_bf16(x, y), low[h] = rest_bf16(x, y, high[h]);
-        if constexpr (S::kIsScaled) {
-          const int key = warp * kKeysWarp + n * 8 + 2 * t;
-          x *= weights.power[key].inverse, y *= weights.power[key + 1].inverse;
-        }
+          high[n][h] = pack_bf16(x, y), low[n][h] = rest_bf16(x, y, high[n][h]);
+        if constexpr (S::kIsScaled) x *= inverse[n].x, y *= inverse[n].y;
         sum_tile[h] += x + y;
       }
-      put(weights.term[0][block / 2], high);
-      if constexpr (S::kTerms == 2) put(weights.term[1][block / 2], low);
     }
+    const auto put = [&](uint4 (&to)[S::kKeys / 16][32], const uint32_t (&x)[kKeyBlocks][2]) {
+      if constexpr (kKeyBlocks == 2)
+        to[warp][lane] = make_uint4(x[0][0], x[0][1], x[1][0], x[1][1]);
+      else
+        reinterpret_cast<uint2*>(&to[warp / 2][lane])[warp % 2] = make_uint2(x[0][0], x[0][1]);
+    };
+    put(weights.term[0], high);
+    if constexpr (S::kTerms == 2) put(weights.term[1], low);
   }
 
   // By all warps of the group, which first tell each other their maxima.

@@ -121,13 +121,17 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       typename Base::Run first;
       first_values(first, stage);
       prepare_scales(stage, weights);
-      float2 bias[kKeyBlocks];
+      float2 bias[kKeyBlocks], inverse[kKeyBlocks];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
         const int key = warp * kKeysWarp + n * 8 + 2 * t;
         // Weights are those of rows times their power, and so is their maximum.
-        bias[n] = S::kIsScaled ? make_float2(weights.power[key].log2, weights.power[key + 1].log2)
-                               : *reinterpret_cast<const float2*>(shared.bias[stage] + key);
+        if constexpr (S::kIsScaled) {
+          const float4 two = *reinterpret_cast<const float4*>(&weights.power[key]);
+          bias[n] = make_float2(two.x, two.z), inverse[n] = make_float2(two.y, two.w);
+        } else {
+          bias[n] = *reinterpret_cast<const float2*>(shared.bias[stage] + key);
+        }
       }
       if (p.max_logits)
 #pragma unroll
@@ -149,12 +153,12 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
         for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) above |= s[n][i] > maximum[i / 2] + kSlack;
-        write_weights(s, weights, sum_tile);
+        write_weights(s, inverse, weights, sum_tile);
         raise = sync_any(1 + group, S::kGroupThreads, above);
       }
       if (raise) {
         raise_maximum(s);
-        write_weights(s, weights, sum_tile);
+        write_weights(s, inverse, weights, sum_tile);
         sync();
       }
 #pragma unroll
