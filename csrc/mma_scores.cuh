@@ -182,29 +182,38 @@ struct Scores {
     }
   }
 
-  // Scales of this warp's keys, a lane a key: what rows' weights are multiplied by, and scales divided.
+  // Scales of this warp's keys: what rows' weights are multiplied by, and scales divided. A lane has a share of a key's
+  // groups, and none branches, so that this is done beside the last products.
   __device__ __forceinline__ void prepare_scales(int stage, Weights<S>& weights) const {
     if constexpr (S::kIsScaled) {
-      const int key = warp * kKeysWarp + lane % kKeysWarp;
-      const KeyScales scales(shared.scales[stage], key);
-      float most = 0.f;
+      constexpr int kShares = 32 / kKeysWarp, kOf = S::kRatios / kShares;
+      const int of_warp = lane % kKeysWarp, key = warp * kKeysWarp + of_warp, first = lane / kKeysWarp * kOf;
+      const float* const from = S::kScales == Scales::kUe8m0
+                                    ? &shared.key_scales[warp][first / 4 * kKeysWarp + of_warp].x + first % 4
+                                    : reinterpret_cast<const float*>(shared.scales[stage]) + key * 4 + first;
+      float mine[kOf], most = 0.f;
 #pragma unroll
-      for (int of = 0; of < S::kGroups; ++of) most = fmaxf(most, fabsf(scales.of_group(of)));
+      for (int i = 0; i < kOf; ++i) mine[i] = from[i], most = fmaxf(most, fabsf(mine[i]));
+#pragma unroll
+      for (int mask = kKeysWarp; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
       const RowPower power = row_power(most);
-      // By all lanes, since a branch would put this behind the last products instead of beside them.
-      unsigned short ratios[S::kGroups];
-      RowPower biased = {power.log2 + shared.bias[stage][key], power.inverse};
-      asm volatile("" : "+f"(biased.log2), "+f"(biased.inverse));
 #pragma unroll
-      for (int of = 0; of < S::kGroups; ++of) {
-        ratios[of] = __half_as_ushort(__float2half_rn(scales.of_group(of) * power.inverse));
-        asm volatile("" : "+h"(ratios[of]));
-      }
-      if (lane < kKeysWarp) {
-#pragma unroll
-        for (int of = 0; of < S::kGroups; ++of) weights.ratio[of][key] = __ushort_as_half(ratios[of]);
-        weights.power[key] = biased;
-      }
+      for (int i = 0; i < kOf; ++i) weights.ratio[first + i][key] = __float2half_rn(mine[i] * power.inverse);
+      const float bias = shared.bias[stage][key];
+      if (lane < kKeysWarp) weights.power[key] = {power.log2 + bias, power.inverse};
+      __syncwarp();
+    }
+  }
+  // Exponents of this warp's keys become float32 once: a lane does those of four groups of a key, which many lanes need.
+  __device__ __forceinline__ void spread_scales(int stage) const {
+    if constexpr (S::kScales == Scales::kUe8m0) {
+      const int word = lane % (2 * kKeysWarp);
+      uint32_t x = reinterpret_cast<const uint32_t*>(shared.scales[stage])[warp * 2 * kKeysWarp + word];
+      if (word % 2) x &= 0xFFFFFF;  // there are seven
+      const auto exponent = [](uint32_t at) { return __uint_as_float(at & 0x7F800000); };
+      if (lane == word)
+        shared.key_scales[warp][word % 2 * kKeysWarp + word / 2] =
+            make_float4(exponent(x << 23), exponent(x << 15), exponent(x << 7), exponent(x >> 1));
       __syncwarp();
     }
   }
@@ -216,10 +225,11 @@ struct Scores {
     constexpr int kChains = 4 / kKeyBlocks;
     float chains[kChains][kKeyBlocks][4] = {};
     KeyScales scales[kKeyBlocks][2];
+    if constexpr (S::kScales == Scales::kFloat)
 #pragma unroll
-    for (int n = 0; n < kKeyBlocks; ++n)
+      for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
+        for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
     // What is wide comes first: the end then waits for the last products of what is narrow, and not for others after it.
 #pragma unroll
     for (int unit = 0; unit < S::kWideUnits; ++unit) {
@@ -237,6 +247,7 @@ struct Scores {
           multiply<false>(chains[step % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
       }
     }
+    spread_scales(stage);
     // Groups of dimensions that have a scale, several together, each with a sum of its own until it is scaled.
     constexpr int kSpan = S::kIsScaled ? S::kGroup / 64 : 1, kTogether = S::kIsScaled ? kChains : 1;
 #pragma unroll
@@ -276,9 +287,17 @@ struct Scores {
           for (int n = 0; n < kKeyBlocks; ++n) {
             const int of = unit0 / kSpan + j;
             if (of >= S::kGroups) continue;
+            float by[2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              chains[j][n][i] = fmaf(part[j][n][i], scales[n][i % 2].of_group(of), chains[j][n][i]);
+            for (int i = 0; i < 2; ++i)
+              if constexpr (S::kScales == Scales::kUe8m0) {
+                const float4 x = shared.key_scales[warp][of / 4 * kKeysWarp + n * 8 + 2 * t + i];
+                by[i] = of % 4 == 0 ? x.x : of % 4 == 1 ? x.y : of % 4 == 2 ? x.z : x.w;
+              } else {
+                by[i] = scales[n][i].of_group(of);
+              }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) chains[j][n][i] = fmaf(part[j][n][i], by[i % 2], chains[j][n][i]);
           }
     }
 #pragma unroll

@@ -22,6 +22,7 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kParts = kWarps == 4 ? kProducerWarps : 1;
   static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
+  static constexpr int kRatios = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // of scales, an even share a lane
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
   // Whether blocks may share a token's keys.
@@ -66,7 +67,7 @@ struct Shape : RowLayout<FORMAT> {
 template <typename S>
 struct Weights {
   uint4 term[S::kTerms][S::kKeys / 16][32];
-  __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
+  __half ratio[S::kRatios][S::kKeys];  // of a scale to its row's power
   alignas(16) RowPower power[S::kIsScaled ? S::kKeys : 1];
 };
 
@@ -76,6 +77,7 @@ struct alignas(128) SharedStorage {
   uint4 q[S::kQSlots * 4][32];  // on its way into fragments, and those that stay here
   Weights<S> weights[2];
   uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];
+  float4 key_scales[S::kWarps][S::kScales == Scales::kUe8m0 ? 2 * S::kKeysWarp : 1];  // [four groups][key], float32
   float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
   float row_max[kHeads][S::kGroupThreads / 32];
   float row_largest[kHeads][S::kGroupThreads / 32];
