@@ -81,7 +81,7 @@ struct Values : Scores<FORMAT, BLOCK> {
       for (int i = 0; i < 4; ++i) acc[j][i] *= correction[i / 2];
   }
 
-  // Weights times rows: this warp's dimensions, all keys. Of groups of four warps, what comes first of the rows is widened
+  // Weights times rows: this warp's dimensions, all keys. In groups of four warps what comes first of rows is widened
   // before the barrier that says that weights are there.
   static constexpr bool kAhead = S::kNarrow > 0 && S::kWarps == 4;
   static constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
