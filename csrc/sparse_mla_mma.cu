@@ -69,6 +69,9 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
           copy16<FIRST, S::kPrefetch>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
       }
       const uint32_t to = smem_address(shared.rows[stage]);
+      // In one register: of an address in two, one of them uniform, ptxas makes an instruction that GPUs refuse.
+      uint32_t lane_row = to + lane_to;
+      asm volatile("" : "+r"(lane_row));
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
         const int bytes = exist >> i * 4 & 1 ? 16 : 0, row8 = warp * kRows + i / 2 * 8, to_row = i % 2 * 4 + eighth;
@@ -76,7 +79,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         for (int line = 0; line < S::kLines; ++line) {
           if constexpr (S::kHalf == 0) {
             static_assert(S::kPitch % 128 == 0, "four rows on, chunks lie in the other half of a line");
-            copy16<FIRST, S::kPrefetch>(((to + lane_to) ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
+            copy16<FIRST, S::kPrefetch>((lane_row ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
                                         reinterpret_cast<const uint8_t*>(rows[i]) + lane_from + S::chunk(line, 0).from,
                                         bytes);
             continue;
