@@ -28,7 +28,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
   const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
   // Where this lane's chunks of its first row come from and go to, kept: what the few registers here do not hold is
   // loaded between copies, and waits until the copies before it have left.
-  uint32_t lane_from = chunk * 16, lane_to = S::chunk_at(warp * kRows, eighth, 0, chunk);
+  uint32_t lane_from = chunk * 16, lane_to = smem_address(shared.rows) + S::chunk_at(warp * kRows, eighth, 0, chunk);
   asm volatile("" : "+r"(lane_from), "+r"(lane_to));
   int turn = 0, item = turns[0];
   if (item >= p.items) return;
@@ -69,9 +69,6 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
           copy16<FIRST, S::kPrefetch>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
       }
       const uint32_t to = smem_address(shared.rows[stage]);
-      // In one register: of an address in two, one of them uniform, ptxas makes an instruction that GPUs refuse.
-      uint32_t lane_row = to + lane_to;
-      asm volatile("" : "+r"(lane_row));
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
         const int bytes = exist >> i * 4 & 1 ? 16 : 0, row8 = warp * kRows + i / 2 * 8, to_row = i % 2 * 4 + eighth;
@@ -79,7 +76,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         for (int line = 0; line < S::kLines; ++line) {
           if constexpr (S::kHalf == 0) {
             static_assert(S::kPitch % 128 == 0, "four rows on, chunks lie in the other half of a line");
-            copy16<FIRST, S::kPrefetch>((lane_row ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
+            copy16<FIRST, S::kPrefetch>((lane_to ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
                                         reinterpret_cast<const uint8_t*>(rows[i]) + lane_from + S::chunk(line, 0).from,
                                         bytes);
             continue;
@@ -92,7 +89,8 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
       }
       barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there
       copies_arrive(smem_address(&shared.full[stage]));
-      if (++stage == S::stages(p)) stage = 0, parity ^= 1;
+      lane_to += sizeof(shared.rows[0]);
+      if (++stage == S::stages(p)) lane_to -= stage * sizeof(shared.rows[0]), stage = 0, parity ^= 1;
     }
   }
 }
