@@ -43,7 +43,7 @@ CASE = ("rows", "phase", "heads", "tokens")
 
 
 def kernel_results(results: Path, gpu: str = "h200") -> dict[str, Any]:
-    """What sparse_mla.py wrote. Without vLLM it has no prefills against its gather: those are of the run before."""
+    """What sparse_mla.py wrote. Without vLLM it lacks prefills against its gather: those are of the run before."""
     found, *before = (
         json.loads(path.read_text("utf-8"))
         for path in (results / f"stock_rows_{gpu}.json", results / f"stock_rows_{gpu}_da8d543.json")

@@ -18,6 +18,7 @@ from e2e import (
     SPARSE_MLA_BASE,
     STAND_INS,
     STOCK_KERNELS,
+    compiled_when_used,
     has_sparse_mla,
     import_flashinfer,
     log,
@@ -140,7 +141,7 @@ class Run:
             stand_in(self.job["backend"].split("_")[0])
         from vllm import LLM
 
-        arguments = engine_arguments(self.job, **changes)
+        arguments = engine_arguments(self.job, **changes) | compiled_when_used()
         log(f"LLM({arguments})")
         self.llm = LLM(**arguments)
         config = self.llm.llm_engine.vllm_config

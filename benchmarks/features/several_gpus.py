@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from e2e import free_port, node_environment, ranks_share_a_gpu, start_nodes
+from e2e import compiled_when_used, free_port, node_environment, ranks_share_a_gpu, start_nodes
 
 from .run import ENTRY, GRAPHS, LENGTHS, STEPS, Run, engine_arguments, step
 
@@ -20,7 +20,7 @@ def parallel(run: Run, as_nodes: bool = False, **sizes: Any) -> None:
     others = []
     run.save(ranks_share_a_gpu=ranks_share_a_gpu())
     if as_nodes or ranks_share_a_gpu():
-        nodes, others = start_nodes(engine_arguments(run.job, **GRAPHS, **sizes))
+        nodes, others = start_nodes(engine_arguments(run.job, **GRAPHS, **sizes) | compiled_when_used())
         sizes |= nodes
     run.start(**GRAPHS, **sizes)
     run.generate(run.prompts)
