@@ -1,14 +1,17 @@
 """FlashMLA's two calls over every row format, against float64 over rows that the harness packs byte by byte."""
 
-import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from mla_kernels import checks, flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
 from test_sparse_mla import BF16, E4M3, OF_BF16_WEIGHTS, TOLERANCE, excess_error, skip_unless_served
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from charts import kernel_results  # noqa: E402
 
 FORMATS = ("584", "656", "576", "512")  # bytes of the packed rows, dimensions of the BF16 ones
 PACKED = FORMATS[:2]
@@ -657,8 +660,7 @@ NAMES = {"584": "v4", "656": "v32", "576": "bf16-576", "512": "bf16"}
 
 
 def stock_rows(gpu):
-    results = json.loads((RESULTS / f"stock_rows_{gpu}.json").read_text())["results"]
-    return [r for r in results if r["rows"] in NAMES]
+    return [r for r in kernel_results(RESULTS, gpu)["results"] if r["rows"] in NAMES]
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
