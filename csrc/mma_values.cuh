@@ -110,7 +110,21 @@ struct Values : Scores<FORMAT, BLOCK> {
   template <bool WIDE>
   __device__ __forceinline__ void add_runs(int stage, const Weights<S>& weights, const Run& first) {
     static_assert(S::kNarrow == 0 || kDim - S::kNarrow <= S::kRun, "one run at most is wide");
-    constexpr int kStepsPart = S::kKeys / 16 / S::kParts;
+    constexpr int kStepsPart = S::kKeys / 16 / S::kParts, kWords = S::kKeys / 8;
+    // Of this thread's keys, two a word.
+    uint32_t ratio[kRuns][S::kIsScaled ? kWords : 1];
+    if constexpr (S::kIsScaled) {
+#pragma unroll
+      for (int run = 0; run < kRuns - WIDE; ++run) {
+        const int of = (warp * S::kDimsWarp + run * S::kRun) / S::kGroup;
+        const uint4* const from = reinterpret_cast<const uint4*>(weights.ratio[of]) + t * kWords / 4;
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          const uint4 x = from[i / 4];
+          ratio[run][i] = x.x, ratio[run][i + 1] = x.y, ratio[run][i + 2] = x.z, ratio[run][i + 3] = x.w;
+        }
+      }
+    }
 #pragma unroll
     for (int k = 0; k < S::kKeys / 16; ++k) {
 #pragma unroll
@@ -128,13 +142,9 @@ struct Values : Scores<FORMAT, BLOCK> {
               else
                 narrow_values(b, half, stage, k * 16 + half * 8, dim0);
             unpack(a, weights.term[0][k][lane]);
-            if constexpr (S::kIsScaled) {
-              const __half* const ratio = weights.ratio[dim0 / S::kGroup] + k * 16 + 2 * t;
-              const uint32_t by[2] = {*reinterpret_cast<const uint32_t*>(ratio),
-                                      *reinterpret_cast<const uint32_t*>(ratio + 8)};
+            if constexpr (S::kIsScaled)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], by[i / 2]);
-            }
+              for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], ratio[run][k * 2 + i / 2]);
 #pragma unroll
             for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
             continue;

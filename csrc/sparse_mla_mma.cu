@@ -102,7 +102,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base = Outputs<FORMAT, BLOCK>;
   using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
-  using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::first_values, Base::add_values;
+  using Base::write_weights, Base::raise_maximum, Base::first_values, Base::add_values;
   using Base::write_outputs, Base::merge_halves, Base::push_and_merge;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
@@ -118,10 +118,9 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       Weights<S>& weights = shared.weights[buffer];
       barrier_wait(smem_address(&shared.full[stage]), parity);
       float s[kKeyBlocks][4];
-      scores(s, stage);
+      scores(s, stage, weights);
       typename Base::Run first;
       first_values(first, stage);
-      prepare_scales(stage, weights);
       float2 bias[kKeyBlocks], inverse[kKeyBlocks];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
