@@ -39,13 +39,14 @@ struct Scores {
   const RowParams& p;
   SharedStorage<S>& shared;
   const int warp, lane, group, g, t, thread;
+  const int part, in_slot;  // of a tile: where this warp's keys are
 
   float scale[2];  // of rows g and g + 8: what a product with q is to be multiplied by
   uint32_t q[S::kHeldSteps][4];
 
   __device__ __forceinline__ Scores(const RowParams& p, SharedStorage<S>& shared, int warp, int lane, int group)
       : p(p), shared(shared), warp(warp), lane(lane), group(group), g(lane / 4), t(lane % 4),
-        thread(warp * 32 + lane) {}
+        thread(warp * 32 + lane), part(warp * kKeysWarp / S::kSlotKeys), in_slot(warp * kKeysWarp % S::kSlotKeys) {}
 
   __device__ __forceinline__ void sync() const { sync_threads(1 + group, S::kGroupThreads); }
 
@@ -188,15 +189,15 @@ struct Scores {
 
   // Scales of this warp's keys: what rows' weights are multiplied by, and scales divided. A lane has a share of a key's
   // groups, and none branches, so that this is done beside products. Exponents become float32 here, once.
-  __device__ __forceinline__ void prepare_scales(int stage, Weights<S>& weights) const {
+  __device__ __forceinline__ void prepare_scales(int slot, Weights<S>& weights) const {
     if constexpr (S::kIsScaled) {
       constexpr int kShares = 32 / kKeysWarp, kOf = S::kRatios / kShares;
       const int of_warp = lane % kKeysWarp, key = warp * kKeysWarp + of_warp, first = lane / kKeysWarp * kOf;
-      const float bias = shared.bias[stage][key];
+      const float bias = shared.bias[slot][in_slot + of_warp];
       float mine[kOf], most = 0.f;
       if constexpr (S::kScales == Scales::kUe8m0) {
         static_assert(kOf == S::kRounds && kShares == S::kTogether, "a lane has those of a sum");
-        uint32_t x = reinterpret_cast<const uint32_t*>(shared.scales[stage])[key * 2 + first / 4];
+        uint32_t x = reinterpret_cast<const uint32_t*>(shared.scales[slot])[(in_slot + of_warp) * 2 + first / 4];
         if (first + kOf == S::kRatios) x &= 0xFFFFFF;  // there are seven
         if constexpr (kOf < 4) x >>= first % 4 * 8;
 #pragma unroll
@@ -205,7 +206,7 @@ struct Scores {
           shared.key_scales[warp][i][of_warp][lane / kKeysWarp] = mine[i];
         }
       } else {
-        const float* const from = reinterpret_cast<const float*>(shared.scales[stage]) + key * 4 + first;
+        const float* const from = reinterpret_cast<const float*>(shared.scales[slot]) + (in_slot + of_warp) * 4 + first;
 #pragma unroll
         for (int i = 0; i < kOf; ++i) mine[i] = from[i];
       }
@@ -223,8 +224,8 @@ struct Scores {
   }
 
   // Products of q with this warp's keys; with scales, and without that of q.
-  __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int stage, Weights<S>& weights) const {
-    const uint8_t* const rows = shared.rows[stage];
+  __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int slot, Weights<S>& weights) const {
+    const uint8_t* const rows = shared.rows[slot];
     // A product takes four times as long as the tensor core needs for it: several sums at a time.
     constexpr int kChains = 4 / kKeyBlocks, kSums = S::kIsScaled ? 1 : kChains;  // what is scaled has others besides
     float sums[kSums][kKeyBlocks][4] = {};
@@ -233,14 +234,14 @@ struct Scores {
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
+        for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[slot], in_slot + n * 8 + 2 * t + i);
     // What is wide comes first: the end then waits for the last products of what is narrow, and not for others after it.
 #pragma unroll
     for (int unit = 0; unit < S::kWideUnits; ++unit) {
       uint32_t b[kKeyBlocks][4];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n)
-        read_words(b[n], rows + S::chunk_at(warp * kKeysWarp + n * 8, g, S::kWideLine + unit / 2, unit % 2 * 4 + t));
+        read_words(b[n], rows + S::chunk_at(in_slot + n * 8, g, S::kWideChunk + unit * 4 + t, unit == S::kWideUnits - 1));
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         uint32_t a[4];
@@ -269,7 +270,7 @@ struct Scores {
             const int unit = unit_of(j, of_span);
             if (unit >= S::kNarrowUnits) continue;
             uint32_t w[4];
-            read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
+            read_words(w, rows + S::chunk_at(in_slot + n * 8, g, unit * 4 + t));
 #pragma unroll
             for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
           }
@@ -286,7 +287,7 @@ struct Scores {
               multiply<true>(S::kIsScaled ? part[j][n] : sums[u % kSums][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
           }
       }
-      if (i_round == (S::kScales == Scales::kUe8m0 ? 0 : S::kRounds - 1)) prepare_scales(stage, weights);
+      if (i_round == (S::kScales == Scales::kUe8m0 ? 0 : S::kRounds - 1)) prepare_scales(slot, weights);
       if constexpr (S::kIsScaled)
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n)

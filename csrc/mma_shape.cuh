@@ -18,19 +18,23 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kConsumerGroups = kConsumerThreads / 32 / kWarps;
   static constexpr int kGroupThreads = kWarps * 32;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
-  // Of a stage, handed back one after another: the rows of each warp that fetches, where a ring has few stages.
+  // Of a stage, filled and handed back apart: the rows of each warp that fetches, where a ring has few stages.
   static constexpr int kParts = kWarps == 4 ? kProducerWarps : 1;
   static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
   static constexpr int kRatios = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // of scales, an even share a lane
-  // As many as fit.
-  static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
+  // A row in shared memory: its narrow part, behind it its wide one.
+  static constexpr int kPitch = R::kNarrow + R::kWide * 2, kWideChunk = R::kNarrow / 16;
+  // As many parts as fit.
+  static constexpr int kSlotKeys = kKeys / kParts;
+  static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : kPitch == 512 || kPitch == 1024 ? 3 : 2;
+  static constexpr int kSlots = kStages * kParts + (kPitch == 576 && kParts == 2 ? 1 : 0);
   // Whether blocks may share a token's keys.
   static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf;
   // What they tell each other has no room but in the last stage, which then is none.
-  static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kStages == 3;
-  static __device__ __forceinline__ int stages(const RowParams& p) {
-    return kTellsInRing && p.splits > 1 ? kStages - 1 : kStages;
+  static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kSlots == 3;
+  static __device__ __forceinline__ int slots(const RowParams& p) {
+    return kTellsInRing && p.splits > 1 ? kSlots - 1 : kSlots;
   }
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
@@ -55,12 +59,18 @@ struct Shape : RowLayout<FORMAT> {
   static_assert(kKeys / kProducerWarps <= 32, "a lane looks up one row");
 
   // A row is cut into chunks of 16 bytes, and chunk c of row r lies at c ^ swizzle(r). Eight lanes that read one phase
-  // of either product (two rows by four chunks for Q K^T, four rows by two chunks for P V) then hit all banks.
-  static __device__ __forceinline__ int swizzle(int row) { return (((row >> 1) & 3) << 1) ^ ((row & 1) << 2); }
-  // Where chunk `c` of 128 bytes, of line `line`, of row `row8` + `row` is in a stage. `row8` is a multiple of 8, apart
-  // because swizzles repeat, and addresses of rows 8 apart then differ by constants.
-  static __device__ __forceinline__ int chunk_at(int row8, int row, int line, int c) {
-    return (row8 + row) * R::kPitch + line * 128 + (c ^ swizzle(row)) * 16;
+  // of either product (two rows by four chunks for Q K^T, four rows by two chunks for P V) then hit all banks. Where rows
+  // are half lines longer than lines, every other begins in the middle of one, and the last half line of a row stays where
+  // it is: P V then hits some banks twice.
+  static constexpr bool kTight = kPitch % 128 == 64;
+  static __device__ __forceinline__ int swizzle(int row) {
+    return (((row >> 1) & 3) << 1) ^ (kTight ? 0 : (row & 1) << 2);
+  }
+  // Where a chunk of row `row8` + `row` is in a slot, that is, in a part. `row8` is a multiple of 8, apart because swizzles repeat, and
+  // addresses of rows 8 apart then differ by constants. `ends`: whether it may be in a last half line.
+  static __device__ __forceinline__ int chunk_at(int row8, int row, int chunk, bool ends = false) {
+    const int flipped = kTight && ends && chunk >= kPitch / 128 * 8 ? 2 : 6;
+    return (row8 + row) * kPitch + (chunk ^ (swizzle(row) & flipped)) * 16;
   }
   // Column 2t + i of block 8 * eight of a warp's dimensions; the seven blocks after it hold the next ones.
   static __device__ __forceinline__ int first_dim(int warp, int t, int i, int eight) {
@@ -83,22 +93,35 @@ struct Weights {
 
 template <typename S>
 struct alignas(128) SharedStorage {
-  uint8_t rows[S::kStages][S::kKeys * S::kPitch];
+  uint8_t rows[S::kSlots][S::kSlotKeys * S::kPitch];
   uint4 q[S::kQSlots * 4][32];  // on its way into fragments, and those that stay here
   Weights<S> weights[2];
-  uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];
+  uint8_t scales[S::kSlots][S::kIsScaled ? S::kSlotKeys * S::kScaleBytes : 16];
   // Exponents as float32, as scores need them.
   alignas(16) float key_scales[S::kWarps][S::kScales == Scales::kUe8m0 ? S::kRounds : 1][S::kKeysWarp][S::kTogether];
-  float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
+  float bias[S::kSlots][S::kSlotKeys];  // 0, or -inf for a missing row
   float row_max[kHeads][S::kGroupThreads / 32];
   float row_largest[kHeads][S::kGroupThreads / 32];
   float row_stat[3][kHeads];  // maximum, sum, largest score
   uint32_t largest_q[kHeads][S::kPieces];
   float q_scale[kHeads];
   float sinks[kHeads], bmm2;
-  alignas(8) uint64_t full[S::kStages];
-  uint64_t empty[S::kStages][S::kParts];
+  alignas(8) uint64_t full[S::kSlots], empty[S::kSlots];
   int turns[kMostTurns];  // of the block; only in its first group's
+};
+
+// Where the parts of a tile are in the ring.
+template <typename S>
+struct Place {
+  int slot[S::kParts], parity[S::kParts];
+
+  __device__ __forceinline__ Place(int first, int parity_of_first) {
+    slot[0] = first, parity[0] = parity_of_first;
+    if constexpr (S::kParts == 2) {
+      const bool wraps = S::kSlots % 2 && first + 1 == S::kSlots;
+      slot[1] = wraps ? 0 : first + 1, parity[1] = parity_of_first ^ (wraps ? 1 : 0);
+    }
+  }
 };
 
 // What a block that shares its token's keys is told by all of them.
@@ -106,7 +129,7 @@ using Told = Received<kHeads, kMmaMaxSplits, 16, true>;
 template <typename S>
 __device__ __forceinline__ Told& told_of(SharedStorage<S>* groups) {
   static_assert(!S::kTellsInRing || sizeof(Told) <= sizeof(groups->rows[0]), "");
-  return *reinterpret_cast<Told*>(S::kTellsInRing ? static_cast<void*>(groups->rows[S::kStages - 1])
+  return *reinterpret_cast<Told*>(S::kTellsInRing ? static_cast<void*>(groups->rows[S::kSlots - 1])
                                                   : groups + S::kConsumerGroups);
 }
 

@@ -87,28 +87,28 @@ struct Values : Scores<FORMAT, BLOCK> {
   static constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
   using Run = uint32_t[kRunBlocks][2];
 
-  __device__ __forceinline__ void first_values(Run& b, int stage) const {
+  __device__ __forceinline__ void first_values(Run& b, const Place<S>& at) const {
     if constexpr (kAhead) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, half * 8, warp * S::kDimsWarp);
+      for (int half = 0; half < 2; ++half) narrow_values(b, half, at.slot[0], half * 8, warp * S::kDimsWarp);
 #pragma unroll
       for (int j = 0; j < kRunBlocks; ++j) asm volatile("" : "+r"(b[j][0]), "+r"(b[j][1]));  // not behind the barrier
     }
   }
   // With a run of wide values in a warp of its own the loop is in parts, which wait for their loads one after another.
-  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights, const Run& first) {
+  __device__ __forceinline__ void add_values(const Place<S>& at, const Weights<S>& weights, const Run& first) {
     if constexpr (S::kHasBoth) {
       if (warp < S::kWarps - 1)
-        add_runs<false>(stage, weights, first);
+        add_runs<false>(at, weights, first);
       else
-        add_runs<true>(stage, weights, first);
+        add_runs<true>(at, weights, first);
     } else {
-      add_runs<S::kHasWideValues>(stage, weights, first);
+      add_runs<S::kHasWideValues>(at, weights, first);
     }
   }
   // Whether the last run is wide.
   template <bool WIDE>
-  __device__ __forceinline__ void add_runs(int stage, const Weights<S>& weights, const Run& first) {
+  __device__ __forceinline__ void add_runs(const Place<S>& at, const Weights<S>& weights, const Run& first) {
     static_assert(S::kNarrow == 0 || kDim - S::kNarrow <= S::kRun, "one run at most is wide");
     constexpr int kStepsPart = S::kKeys / 16 / S::kParts, kWords = S::kKeys / 8;
     // Of this thread's keys, two a word.
@@ -127,6 +127,7 @@ struct Values : Scores<FORMAT, BLOCK> {
     }
 #pragma unroll
     for (int k = 0; k < S::kKeys / 16; ++k) {
+      const int slot = at.slot[k / kStepsPart], row0 = k % kStepsPart * 16;
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const int dim0 = warp * S::kDimsWarp + run * S::kRun;
@@ -140,7 +141,7 @@ struct Values : Scores<FORMAT, BLOCK> {
 #pragma unroll
                 for (int j = 0; j < kRunBlocks; ++j) b[j][half] = first[j][half];
               else
-                narrow_values(b, half, stage, k * 16 + half * 8, dim0);
+                narrow_values(b, half, slot, row0 + half * 8, dim0);
             unpack(a, weights.term[0][k][lane]);
             if constexpr (S::kIsScaled)
 #pragma unroll
@@ -152,7 +153,7 @@ struct Values : Scores<FORMAT, BLOCK> {
         if constexpr (WIDE) {
           uint32_t b[8][2];
 #pragma unroll
-          for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
+          for (int half = 0; half < 2; ++half) wide_values(b, half, slot, row0 + half * 8, dim0 - S::kNarrow);
 #pragma unroll
           for (int term = 0; term < S::kTerms; ++term) {
             uint32_t a[4];
@@ -163,18 +164,18 @@ struct Values : Scores<FORMAT, BLOCK> {
           }
         }
       }
-      if (k % kStepsPart == kStepsPart - 1) barrier_arrive(smem_address(&shared.empty[stage][k / kStepsPart]));
+      if (k % kStepsPart == kStepsPart - 1) barrier_arrive(smem_address(&shared.empty[slot]));
     }
   }
   // Of two keys, row8 + 2t and the next, the dimensions of a run that are columns g; a register takes one of both keys.
-  __device__ __forceinline__ void narrow_values(uint32_t (&b)[S::kRun / 8][2], int half, int stage, int row8,
+  __device__ __forceinline__ void narrow_values(uint32_t (&b)[S::kRun / 8][2], int half, int slot, int row8,
                                                 unsigned dim0) const {
     constexpr int kWords = S::kRun / 32;
-    const uint8_t* const rows = shared.rows[stage];
-    const unsigned at = dim0 + g * (S::kRun / 8), chunk = at / 16 % 8, within = at % 16;
+    const uint8_t* const rows = shared.rows[slot];
+    const unsigned at = dim0 + g * (S::kRun / 8), within = at % 16;
     uint32_t x[kWords], y[kWords];
-    read_words(x, rows + S::chunk_at(row8, 2 * t, at / 128, chunk) + within);
-    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, at / 128, chunk) + within);
+    read_words(x, rows + S::chunk_at(row8, 2 * t, at / 16) + within);
+    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, at / 16) + within);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const uint32_t low = __byte_perm(x[w], y[w], 0x5140), high = __byte_perm(x[w], y[w], 0x7362);
@@ -192,11 +193,12 @@ struct Values : Scores<FORMAT, BLOCK> {
       a[i] = pack_bf16(x.x * power[0].inverse, x.y * power[1].inverse);
     }
   }
-  __device__ __forceinline__ void wide_values(uint32_t (&b)[8][2], int half, int stage, int row8, unsigned dim0) const {
-    const uint8_t* const rows = shared.rows[stage];
+  __device__ __forceinline__ void wide_values(uint32_t (&b)[8][2], int half, int slot, int row8, unsigned dim0) const {
+    const uint8_t* const rows = shared.rows[slot];
+    const int chunk = S::kWideChunk + dim0 / 8 + g;
     uint32_t x[4], y[4];
-    read_words(x, rows + S::chunk_at(row8, 2 * t, S::kWideLine + dim0 / 64, g));
-    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, S::kWideLine + dim0 / 64, g));
+    read_words(x, rows + S::chunk_at(row8, 2 * t, chunk, true));
+    read_words(y, rows + S::chunk_at(row8, 2 * t + 1, chunk, true));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       b[2 * w][half] = __byte_perm(x[w], y[w], 0x5410);

@@ -54,21 +54,11 @@ struct RowLayout : Rows<FORMAT> {
   // In shared memory both parts are lines of 128 bytes, of which the last of the narrow part may be half empty.
   static constexpr int kWideLine = (R::kNarrow + 127) / 128, kPitch = kWideLine * 128 + R::kWide * 2;
 
-  // A chunk of 16 bytes, of which eight lanes copy a line at a time: from where in a row, to which chunk of which line.
-  struct Chunk {
-    bool exists;
-    int from, line, at;
-  };
-  static constexpr int kHalf = R::kNarrow % 128 / 16;  // chunks in the last narrow line
+  // Eight lanes copy 128 bytes at a time; from where in a row.
   static constexpr int kLines = (R::kNarrow + R::kWide * 2 + 127) / 128;
-  static __device__ __forceinline__ Chunk chunk(int line, int lane) {
-    static_assert(kHalf == 0 || kHalf == 4, "a half line of either part is copied at once");
-    const bool is_wide = line > R::kNarrow / 128 || (line == R::kNarrow / 128 && lane >= kHalf);
-    const int from = line * 128 + lane * 16 + (is_wide ? kWideAt - R::kNarrow : 0);
-    if (kHalf == 0) return {true, from, line, lane};
-    // The wide part begins in the middle of a line that is copied, and ends so.
-    return {line < kLines - 1 || lane < kHalf, from, is_wide && lane >= kHalf ? line + 1 : line,
-            is_wide ? lane ^ kHalf : lane};
+  static_assert(R::kNarrow % 128 == 0 || kWideAt == R::kNarrow, "a line with both parts is copied at once");
+  static constexpr __host__ __device__ int line_at(int line) {
+    return line * 128 + (line * 128 < R::kNarrow ? 0 : kWideAt - R::kNarrow);
   }
 };
 

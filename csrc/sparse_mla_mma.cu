@@ -25,10 +25,12 @@ template <typename S, bool FIRST, typename Order>
 __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& shared, int warp, int lane,
                                         const Order& turns) {
   constexpr int kRows = S::kKeys / S::kProducerWarps;  // of a stage, by this warp
-  const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
-  // Where this lane's chunks of its first row come from and go to, kept: what the few registers here do not hold is
-  // loaded between copies, and waits until the copies before it have left.
-  uint32_t lane_from = chunk * 16, lane_to = smem_address(shared.rows) + S::chunk_at(warp * kRows, eighth, 0, chunk);
+  const int part = S::kParts > 1 ? warp : 0, row0 = S::kParts > 1 ? 0 : warp * kRows;
+  const int my_key = warp * kRows + lane, my_row = row0 + lane, eighth = lane / 8, chunk = lane % 8;
+  // Where this lane's chunks of its first row come from and go to: kept, as what the few registers here do not hold is
+  // loaded between copies, and waits until the copies before it have left. Four rows on, chunks lie in the other half of
+  // a line; that is another bit of an address unless rows begin in the middle of lines.
+  uint32_t lane_from = chunk * 16, lane_to = smem_address(shared.rows[part]) + S::chunk_at(row0, eighth, chunk);
   asm volatile("" : "+r"(lane_from), "+r"(lane_to));
   int turn = 0, item = turns[0];
   if (item >= p.items) return;
@@ -39,7 +41,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
   const auto look_up = [&](const Keys<S::kKeys>& k, int tile) {
     return lane < kRows ? k.index(p, tile * S::kKeys + my_key) : -1;
   };
-  int next_index = look_up(k, 0), stage = 0, parity = 1;
+  int next_index = look_up(k, 0), slot = part, parity = 1;
   KeyLengths next_lengths(p, turns[1]);
   while (item < p.items) {
     for (int tile = 0, tiles = k.tiles; tile < tiles; ++tile) {
@@ -59,38 +61,31 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i)
         rows[i] = __shfl_sync(~0u, reinterpret_cast<int64_t>(row.at), i * 4 + eighth);
-      barrier_wait(smem_address(&shared.empty[stage][S::kParts > 1 ? warp : 0]), parity);
+      barrier_wait(smem_address(&shared.empty[slot]), parity);
       if (lane < kRows) {
-        shared.bias[stage][my_key] = row.exists ? 0.f : -INFINITY;
-        const uint32_t to = smem_address(&shared.scales[stage][my_key * S::kScaleBytes]);
+        shared.bias[slot][my_row] = row.exists ? 0.f : -INFINITY;
+        const uint32_t to = smem_address(&shared.scales[slot][my_row * S::kScaleBytes]);
         if constexpr (S::kScales == Scales::kUe8m0)
           copy8(to, row.page + pool.page.value * (S::kNarrow + 2 * S::kWide) + row.in_page * 8, row.exists ? 8 : 0);
         else if constexpr (S::kScales == Scales::kFloat)
           copy16<FIRST, S::kPrefetch>(to, row.at + S::kNarrow, row.exists ? 16 : 0);
       }
-      const uint32_t to = smem_address(shared.rows[stage]);
+      const uint32_t other_half = S::kTight ? lane_to + ((chunk ^ S::swizzle(eighth)) & 4 ? -64 : 64) : lane_to ^ 64;
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
-        const int bytes = exist >> i * 4 & 1 ? 16 : 0, row8 = warp * kRows + i / 2 * 8, to_row = i % 2 * 4 + eighth;
+        const int bytes = exist >> i * 4 & 1 ? 16 : 0;
+        const uint8_t* const from = reinterpret_cast<const uint8_t*>(rows[i]) + lane_from;
 #pragma unroll
         for (int line = 0; line < S::kLines; ++line) {
-          if constexpr (S::kHalf == 0) {
-            static_assert(S::kPitch % 128 == 0, "four rows on, chunks lie in the other half of a line");
-            copy16<FIRST, S::kPrefetch>((lane_to ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
-                                        reinterpret_cast<const uint8_t*>(rows[i]) + lane_from + S::chunk(line, 0).from,
-                                        bytes);
-            continue;
-          }
-          const typename S::Chunk c = S::chunk(line, chunk);
-          if (c.exists)
-            copy16<FIRST, S::kPrefetch>(to + S::chunk_at(row8, to_row, c.line, c.at),
-                                        reinterpret_cast<const uint8_t*>(rows[i]) + c.from, bytes);
+          const bool ends = S::kTight && line == S::kLines - 1;  // of half lines, which stay where they are
+          const uint32_t to = (i % 2 && !ends ? other_half : lane_to) + i * 4 * S::kPitch + line * 128;
+          if (!ends || chunk < 4) copy16<FIRST, S::kPrefetch>(to, from + S::line_at(line), bytes);
         }
       }
-      barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there
-      copies_arrive(smem_address(&shared.full[stage]));
-      lane_to += sizeof(shared.rows[0]);
-      if (++stage == S::stages(p)) lane_to -= stage * sizeof(shared.rows[0]), stage = 0, parity ^= 1;
+      barrier_arrive(smem_address(&shared.full[slot]));  // the bias is there
+      copies_arrive(smem_address(&shared.full[slot]));
+      slot += S::kParts, lane_to += S::kParts * sizeof(shared.rows[0]);
+      if (slot >= S::slots(p)) slot -= S::slots(p), lane_to -= S::slots(p) * sizeof(shared.rows[0]), parity ^= 1;
     }
   }
 }
@@ -100,14 +95,14 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base = Outputs<FORMAT, BLOCK>;
-  using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
+  using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::part, Base::in_slot, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
   using Base::write_weights, Base::raise_maximum, Base::first_values, Base::add_values;
   using Base::write_outputs, Base::merge_halves, Base::push_and_merge;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
-  __device__ __forceinline__ void attend(int tiles, int& stage, int& parity, int& buffer) {
+  __device__ __forceinline__ void attend(int tiles, int& slot, int& parity, int& buffer) {
 #pragma unroll
     for (int j = 0; j < kDimBlocks; ++j)
 #pragma unroll
@@ -116,11 +111,14 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
     for (int h = 0; h < 2; ++h) maximum[h] = largest[h] = -INFINITY, sum[h] = 0.f;
     for (int tile = 0; tile < tiles; ++tile) {
       Weights<S>& weights = shared.weights[buffer];
-      barrier_wait(smem_address(&shared.full[stage]), parity);
+      const Place<S> at(slot, parity);
+#pragma unroll
+      for (int i = 0; i < S::kParts; ++i) barrier_wait(smem_address(&shared.full[at.slot[i]]), at.parity[i]);
+      const int mine = S::kParts > 1 && part ? at.slot[S::kParts - 1] : at.slot[0];
       float s[kKeyBlocks][4];
-      scores(s, stage, weights);
+      scores(s, mine, weights);
       typename Base::Run first;
-      first_values(first, stage);
+      first_values(first, at);
       float2 bias[kKeyBlocks], inverse[kKeyBlocks];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
@@ -130,7 +128,7 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
           const float4 two = *reinterpret_cast<const float4*>(&weights.power[key]);
           bias[n] = make_float2(two.x, two.z), inverse[n] = make_float2(two.y, two.w);
         } else {
-          bias[n] = *reinterpret_cast<const float2*>(shared.bias[stage] + key);
+          bias[n] = *reinterpret_cast<const float2*>(shared.bias[mine] + in_slot + n * 8 + 2 * t);
         }
       }
       if (p.max_logits)
@@ -163,8 +161,9 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) sum[h] += sum_tile[h];
-      add_values(stage, weights, first);
-      if (++stage == S::stages(p)) stage = 0, parity ^= 1;
+      add_values(at, weights, first);
+      slot += S::kParts;
+      if (slot >= S::slots(p)) slot -= S::slots(p), parity ^= 1;
       buffer ^= 1;
     }
     // Over the four threads of a row, then over the warps that shared the keys.
@@ -192,14 +191,14 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
 
   template <typename Order>
   __device__ __forceinline__ void consume(const Order& turns) {
-    int stage = 0, parity = 0, buffer = 0;
+    int slot = 0, parity = 0, buffer = 0;
     for (int turn = 0, item = turns[0]; item < p.items; item = turns[++turn]) {
       const KeyLengths lengths(p, item);
       const int64_t token = p.token_of(item);
       const int head0 = p.head_block_of(item) * kHeads;
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
-      attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
+      attend(Keys<S::kKeys>(p, item, lengths).tiles, slot, parity, buffer);
       if constexpr (S::kMerges)
         if (p.splits > S::kConsumerGroups) {
           push_and_merge(item, token, head0);
@@ -229,10 +228,9 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   const bool merges = S::kMerges && p.splits > S::kConsumerGroups;
   if (threadIdx.x < S::kConsumerGroups) {
     SharedStorage<S>& mine = groups[threadIdx.x];
-    for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
-      for (int part = 0; part < S::kParts; ++part)
-        barrier_init(smem_address(&mine.empty[i][part]), S::kGroupThreads);
+    for (int i = 0; i < S::kSlots; ++i) {
+      barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps / S::kParts);
+      barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
     }
     if (merges && threadIdx.x == 0) {
       const int item = blockIdx.x * S::kConsumerGroups;
