@@ -25,10 +25,11 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kRatios = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // of scales, an even share a lane
   // A row in shared memory: its narrow part, behind it its wide one.
   static constexpr int kPitch = R::kNarrow + R::kWide * 2, kWideChunk = R::kNarrow / 16;
+  static constexpr bool kTight = kPitch % 128 == 64;
   // As many parts as fit.
   static constexpr int kSlotKeys = kKeys / kParts;
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : kPitch == 512 || kPitch == 1024 ? 3 : 2;
-  static constexpr int kSlots = kStages * kParts + (kPitch == 576 && kParts == 2 ? 1 : 0);
+  static constexpr int kSlots = kStages * kParts;
   // Whether blocks may share a token's keys.
   static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf;
   // What they tell each other has no room but in the last stage, which then is none.
@@ -41,7 +42,8 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
   // Whose q is in registers; the rest is in shared memory. With more of it there, loads of packed rows' scores would come
   // late, for want of registers.
-  static constexpr int kHeldSteps = kWarps == 8 ? 32 : R::kIsScaled ? 12 : 16, kHeldPieces = kHeldSteps / 4;
+  static constexpr int kHeldSteps = kWarps == 8 ? 32 : kTight ? 8 : R::kIsScaled ? 12 : 16;
+  static constexpr int kHeldPieces = kHeldSteps / 4;
   static constexpr int kQSlots = kWarps + (kWarps == 4 ? 4 - kHeldPieces : 0) + (kPieces > 8 ? 1 : 0);
   // Scores of a warp over packed rows: sums over the dimensions that have one scale, four at a time, in so many rounds.
   static constexpr int kTogether = R::kIsScaled ? 32 / kKeysWarp : 1;
@@ -62,7 +64,6 @@ struct Shape : RowLayout<FORMAT> {
   // of either product (two rows by four chunks for Q K^T, four rows by two chunks for P V) then hit all banks. Where rows
   // are half lines longer than lines, every other begins in the middle of one, and the last half line of a row stays where
   // it is: P V then hits some banks twice.
-  static constexpr bool kTight = kPitch % 128 == 64;
   static __device__ __forceinline__ int swizzle(int row) {
     return (((row >> 1) & 3) << 1) ^ (kTight ? 0 : (row & 1) << 2);
   }
