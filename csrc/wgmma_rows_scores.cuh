@@ -15,8 +15,9 @@ struct Scores : Storage<FORMAT> {
   using typename Base::Slot;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
-  static constexpr int kNarrowSteps = L::kNarrow / 16, kWideSteps = L::kWide / 16;  // of 16 dimensions
-  static constexpr int kBatches = (kNarrowSteps + 7) / 8;  // of narrow steps, whose products are begun together
+  static constexpr int kNarrowSteps = L::kNarrow / 16;  // of 16 dimensions
+  static constexpr int kBatches = kNarrowSteps / 4;
+  static_assert(kNarrowSteps % 4 == 0 && L::kWide == 4 * 16, "batches of four steps");
 
   // What weights are made with, asked for while the last products of scores go on.
   struct Given {
@@ -39,91 +40,78 @@ struct Scores : Storage<FORMAT> {
     const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
     const uint8_t* const of_rows = smem + L::kOfRows + row * 16;  // of row g and, 128 bytes further, g + 8
 
-    // Wide parts are operands as they are.
-    uint32_t a[2][8][4], raw[4][4];
-#pragma unroll
-    for (int i = 0; i < kWideSteps; ++i)
-      ldmatrix(a[1][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
-    products_begin();
-#pragma unroll
-    for (int i = 0; i < kWideSteps; ++i) {
-      if (i == 0)
-        wide_product<false>(s, a[1][i], q_of(kNarrowSteps + i));
-      else
-        wide_product<true>(s, a[1][i], q_of(kNarrowSteps + i));
-    }
-    products_commit();
-
-    // Narrow parts are read while products of the batch before go on, and widened once those of the batch whose
-    // registers they take are done.
-    uint32_t ratios[2][4];
-    if constexpr (!L::kHasFloatScales)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
+    // Four steps are begun together: first those of the wide part, whose rows are operands as they are. What comes next
+    // is widened between them, for a warp is held up by a product that follows another at once.
+    uint32_t a[3][4][4], raw[2][2][4], ratios[2][4];
     const auto read = [&](int batch) {
+      if (batch >= kBatches) return;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int chunk = batch * 8 + i * 2;
-        if (chunk < kNarrowSteps)
-          ldmatrix(raw[i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
+      for (int i = 0; i < 2; ++i) {
+        const int chunk = batch * 4 + i * 2;
+        ldmatrix(raw[batch % 2][i], rows + chunk / 8 * 1024 + swizzled(lane & 7, chunk % 8 + (lane >> 4)));
       }
     };
-    const auto widen = [&](int batch) {
+    const auto widen = [&](int batch, int i) {
+      if (batch >= kBatches) return;
+      uint32_t(&to)[4] = a[batch % 3][i];
+      const uint32_t x = raw[batch % 2][i / 2][i % 2 * 2], y = raw[batch % 2][i / 2][i % 2 * 2 + 1];
+      to[0] = e4m3_low(x), to[1] = e4m3_low(y), to[2] = e4m3_high(x), to[3] = e4m3_high(y);
+      if constexpr (!L::kHasFloatScales) {
+        static_assert(L::kGroup == 64, "that of a batch");
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int step = batch * 8 + i;
-        if (step >= kNarrowSteps) continue;
-        uint32_t(&to)[4] = a[batch % 2][i];
-        const uint32_t x = raw[i / 2][i % 2 * 2], y = raw[i / 2][i % 2 * 2 + 1];
-        to[0] = e4m3_low(x), to[1] = e4m3_low(y), to[2] = e4m3_high(x), to[3] = e4m3_high(y);
-        if constexpr (!L::kHasFloatScales) {
-          const int group = step * 16 / L::kGroup;
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            to[k] = times(to[k], __byte_perm(ratios[k % 2][group / 2], 0, group % 2 ? 0x3232 : 0x1010));
-        }
+        for (int k = 0; k < 4; ++k)
+          to[k] = times(to[k], __byte_perm(ratios[k % 2][batch / 2], 0, batch % 2 ? 0x3232 : 0x1010));
       }
     };
-    // A batch has one scale if that is a float. Its scores are summed apart and multiplied in float32, which is exact.
+    // Two batches have one scale if that is a float. Their scores are summed apart and multiplied in float32, which is
+    // exact.
     static_assert(!L::kHasFloatScales || L::kGroup == 128, "");
     float part[L::kHasFloatScales ? 2 : 1][kN / 2];
     uint32_t largest_scales[2] = {};
-    const auto add_part = [&](int batch) {
+    const auto add_part = [&](int of) {
       if constexpr (L::kHasFloatScales) {
         float by[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[batch];
+          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[of];
           largest_scales[h] = max(largest_scales[h], magnitude(by[h]));
         }
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[batch % 2][i], by[i / 2 % 2], s[i]);
+        for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[of % 2][i], by[i / 2 % 2], s[i]);
       }
     };
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      ldmatrix(a[2][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
     read(0);
-    widen(0);
+    if constexpr (!L::kHasFloatScales)
 #pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) {
+      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
+#pragma unroll
+    for (int batch = -1; batch < kBatches; ++batch) {
       products_begin();
+      read(batch + 2);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int step = batch * 8 + i;
-        if (step >= kNarrowSteps) continue;
-        const uint32_t(&from)[4] = a[batch % 2][i];
-        if constexpr (!L::kHasFloatScales)
-          product<true>(s, from, q_of(step));
-        else if (i == 0)
-          product<false>(part[batch % 2], from, q_of(step));
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t(&from)[4] = a[(batch + 3) % 3][i];
+        if (batch < 0 && i == 0)
+          wide_product<false>(s, from, q_of(kNarrowSteps + i));
+        else if (batch < 0)
+          wide_product<true>(s, from, q_of(kNarrowSteps + i));
+        else if constexpr (!L::kHasFloatScales)
+          product<true>(s, from, q_of(batch * 4 + i));
+        else if (batch % 2 == 0 && i == 0)
+          product<false>(part[batch / 2 % 2], from, q_of(batch * 4 + i));
         else
-          product<true>(part[batch % 2], from, q_of(step));
+          product<true>(part[batch / 2 % 2], from, q_of(batch * 4 + i));
       }
       products_commit();
+      // In this place ptxas spreads it over the products; between them in the source, it fences each.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) widen(batch + 1, i);
       if (batch < kBatches - 1) {
-        read(batch + 1);
-        products_wait<1>();
-        hold(raw);
-        widen(batch + 1);
-        if (batch > 0) add_part(batch - 1);
+        products_wait<1>();  // registers of the batch before are free
+        if (batch > 1 && batch % 2 == 0) add_part(batch / 2 - 1);
       }
     }
     wait_full(other);
@@ -138,13 +126,9 @@ struct Scores : Storage<FORMAT> {
       if (started) given.maximum[n] = reinterpret_cast<const float2*>(floats(L::kMaximum))[n * 4 + t];
     }
     barrier_wait(used(tile % 2), tile / 2 & 1 ^ 1);  // for weights
-    if constexpr (L::kHasFloatScales) {
-      products_wait<1>();
-      add_part(kBatches - 2);
-    }
     products_wait<0>();
     if constexpr (L::kHasFloatScales) {
-      add_part(kBatches - 1);
+      add_part(kBatches / 2 - 1);
 #pragma unroll
       for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
     }
