@@ -48,9 +48,7 @@ struct Outputs : Storage<FORMAT> {
     uint32_t a[2][4][4], raw[4][L::kHasWideValues ? 4 : 2], ratios[2];
     const Slot second = first.next();
     const auto read = [&](int step) {
-      const Slot& at = step < 2 ? first : second;
-      const uint32_t slot = at.slot;
-      if (step % 2 == 0) wait_full(at);
+      const uint32_t slot = (step < 2 ? first : second).slot;
       const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
       const auto row = [&](int k) { return rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row); };
       if constexpr (L::kHasWideValues)
@@ -85,21 +83,23 @@ struct Outputs : Storage<FORMAT> {
         to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
       }
     };
+    wait_full(first);
     read(0);
     to_operand(a[0]);
     wait_weights(acc, tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      if (step % 2 == 1) barrier_arrive(empty((step < 2 ? first : second).slot));  // its rows are in registers
+      if (step < 3) read(step + 1);
       products_begin();
 #pragma unroll
-      for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step & 1][m], b + step * 2);
+      for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step % 2][m], b + step * 2);
       products_commit();
+      if (step == 0) wait_full(second);  // for what is read next
       if (step < 3) {
-        read(step + 1);
         products_wait<1>();
-        to_operand(a[step & 1 ^ 1]);
+        to_operand(a[(step + 1) % 2]);
       }
+      if (step % 2 == 0) barrier_arrive(empty((step < 2 ? first : second).slot));  // its rows are in registers
     }
     products_wait<0>();
   }

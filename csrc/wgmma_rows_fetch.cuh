@@ -141,16 +141,17 @@ struct Fetch : Storage<FORMAT> {
     constexpr int kQParts = 4;  // that q is loaded in
     using Q = PartOfQ<FORMAT, 4 * kQParts>;
     const int my_key = (lane / 8 * 4 + warp % 4) * 8 + lane % 8;  // of two tiles, whose rows a lane looks up
-    uint32_t begun = 0, prepared = 0, of_last = 0;  // slots, and which rows of the last four there are
+    typename Base::Slot begun, prepared;  // where the next is
+    uint32_t between = 0, of_last = 0;    // slots, and which rows of the last four there are
     const auto prepare_next = [&] {
-      prepare(prepared % L::kSlots, of_last >> (begun - prepared - 1) * 8 & 0xFF);
-      ++prepared;
+      prepare(prepared.slot, of_last >> --between * 8 & 0xFF);
+      prepared = prepared.next();
     };
     const auto prepare_all = [&] {
       copies_wait<0>();
       __syncwarp();
 #pragma unroll 1
-      while (prepared < begun) prepare_next();
+      while (between > 0) prepare_next();
     };
     // The `served`th item's q, in parts. The first one's is loaded by those who have nothing else to do yet.
     uint32_t served = 0;
@@ -199,14 +200,14 @@ struct Fetch : Storage<FORMAT> {
           if (key0 + h * 32 >= now.tiles * kTile) break;
           const unsigned bits = there >> h * 8 & 0xFF;
           const Addresses from = pass_on(mine.at, scales, h * 8);
-          barrier_wait(empty(begun % L::kSlots), begun / L::kSlots & 1 ^ 1);
-          copy<FIRST>(from, begun % L::kSlots, h * 8, bits);
-          of_last = of_last << 8 | bits, ++begun;
+          barrier_wait(empty(begun.slot), begun.parity ^ 1);
+          copy<FIRST>(from, begun.slot, h * 8, bits);
+          of_last = of_last << 8 | bits, ++between, begun = begun.next();
           // The next item's q, a part with each of four slots, comes while another slot is prepared.
           const bool is_q = key0 == 128 && is_more;
           Q q;
           if (is_q) q.load(p, item.token, head0(i), warp % 4 + parts * 4, lane);
-          if (begun - prepared > kBehind) {
+          if (between > kBehind) {
             copies_wait<kBehind>();
             __syncwarp();
             prepare_next();
