@@ -99,6 +99,14 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   const Turns turns;
 
   __device__ __forceinline__ void wait_full(const Slot& at) const { barrier_wait(Base::full(at.slot), at.parity); }
+  // Whether it is, to all of a warp.
+  __device__ __forceinline__ bool is_full(const Slot& at) const {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(Base::full(at.slot)), "r"(at.parity) : "memory");
+    return __all_sync(~0u, done);
+  }
 
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;

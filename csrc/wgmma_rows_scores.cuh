@@ -12,6 +12,7 @@ struct Scores : Storage<FORMAT> {
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::ready;
   using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0, Base::told;
   using Base::guess_maximum, Base::raise_maximum, Base::maximum_and_sum, Base::wait_full;
+  using Base::is_full;
   using typename Base::Slot;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
@@ -25,24 +26,48 @@ struct Scores : Storage<FORMAT> {
     float2 scale[kN / 8], maximum[kN / 8];  // of heads 2t and 2t + 1 of each eight
   };
 
+  // What a tile begins with, which is loaded while the last products of the one before go on if it is there by then.
+  struct First {
+    bool is_there = false;
+    uint32_t wide[4][4], raw[2][4], ratios[2][4];
+  };
+  // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
+  __device__ __forceinline__ uint32_t rows_of(const Slot& at) const {
+    return base + L::kRing + at.slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
+  }
+  __device__ __forceinline__ const uint8_t* of_rows_of(const Slot& at) const {  // of row g and, 128 bytes further, g + 8
+    return smem + L::kOfRows + (at.slot * 32 + (warp & 1) * 16 + lane / 4) * 16;
+  }
+  __device__ __forceinline__ void load(First& first, const Slot& at) const {
+    const uint32_t rows = rows_of(at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      ldmatrix(first.wide[i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
+    if constexpr (!L::kHasFloatScales) {  // there are no registers for more
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ldmatrix(first.raw[i], rows + swizzled(lane & 7, i * 2 + (lane >> 4)));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) read_words(first.ratios[h], of_rows_of(at) + h * 128);
+    }
+  }
+
   // Scores of 64 keys, S^T = K Q^T: over the powers of rows, where these are divided by them; and the powers of rows g
   // and g + 8 of this warp's sixteen, as exponents of float32.
-  __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], Given& given, Slot& mine,
-                                         Slot& other, uint32_t tile, bool started, int q_buffer) const {
+  __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], Given& given, First& ahead,
+                                         Slot& mine, Slot& other, uint32_t tile, bool started, int q_buffer) const {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
     asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
     const uint64_t q = descriptor(q_at);
     const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
     // A warp has rows of one half. The other's are waited for before it is asked which of them there are.
-    wait_full(mine);
-    // Matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of both.
-    const uint32_t slot = mine.slot, row = slot * 32 + (warp & 1) * 16 + lane / 4;
-    const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
-    const uint8_t* const of_rows = smem + L::kOfRows + row * 16;  // of row g and, 128 bytes further, g + 8
+    if (!ahead.is_there) wait_full(mine), load(ahead, mine);
+    const First first = ahead;
+    const uint32_t rows = rows_of(mine);
+    const uint8_t* const of_rows = of_rows_of(mine);
 
     // Four steps are begun together: first those of the wide part, whose rows are operands as they are. What comes next
     // is widened between them, for a warp is held up by a product that follows another at once.
-    uint32_t a[3][4][4], raw[2][2][4], ratios[2][4];
+    uint32_t a[3][4][4], raw[2][2][4];
     const auto read = [&](int batch) {
       if (batch >= kBatches) return;
 #pragma unroll
@@ -60,33 +85,29 @@ struct Scores : Storage<FORMAT> {
         static_assert(L::kGroup == 64, "that of a batch");
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          to[k] = times(to[k], __byte_perm(ratios[k % 2][batch / 2], 0, batch % 2 ? 0x3232 : 0x1010));
+          to[k] = times(to[k], __byte_perm(first.ratios[k % 2][batch / 2], 0, batch % 2 ? 0x3232 : 0x1010));
       }
     };
     // Two batches have one scale if that is a float. Their scores are summed apart and multiplied in float32, which is
     // exact.
     static_assert(!L::kHasFloatScales || L::kGroup == 128, "");
     float part[L::kHasFloatScales ? 2 : 1][kN / 2];
-    uint32_t largest_scales[2] = {};
-    const auto add_part = [&](int of) {
+    const auto add_part = [&](int of, float low_by, float high_by) {
       if constexpr (L::kHasFloatScales) {
-        float by[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          by[h] = reinterpret_cast<const float*>(of_rows + h * 128)[of];
-          largest_scales[h] = max(largest_scales[h], magnitude(by[h]));
-        }
+        const float by[2] = {low_by, high_by};
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) s[i] = fmaf(part[of % 2][i], by[i / 2 % 2], s[i]);
       }
     };
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      ldmatrix(a[2][i], rows + L::kWideAtGroup + swizzled(lane & 7, i * 2 + (lane >> 4)));
-    read(0);
-    if constexpr (!L::kHasFloatScales)
+    for (int i = 0; i < 16; ++i) a[2][i / 4][i % 4] = first.wide[i / 4][i % 4];
+    if constexpr (L::kHasFloatScales) {
+      read(0);
+    } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) read_words(ratios[h], of_rows + h * 128), powers[h] = ratios[h][3] >> 16;
+      for (int i = 0; i < 8; ++i) raw[0][i / 4][i % 4] = first.raw[i / 4][i % 4];
+      powers[0] = first.ratios[0][3] >> 16, powers[1] = first.ratios[1][3] >> 16;
+    }
 #pragma unroll
     for (int batch = -1; batch < kBatches; ++batch) {
       products_begin();
@@ -111,7 +132,10 @@ struct Scores : Storage<FORMAT> {
       for (int i = 0; i < 4; ++i) widen(batch + 1, i);
       if (batch < kBatches - 1) {
         products_wait<1>();  // registers of the batch before are free
-        if (batch > 1 && batch % 2 == 0) add_part(batch / 2 - 1);
+        if (L::kHasFloatScales && batch > 1 && batch % 2 == 0) {
+          const float* const by = reinterpret_cast<const float*>(of_rows) + batch / 2 - 1;
+          add_part(batch / 2 - 1, by[0], by[32]);
+        }
       }
     }
     wait_full(other);
@@ -119,19 +143,30 @@ struct Scores : Storage<FORMAT> {
     given.mine = *reinterpret_cast<const uint32_t*>(smem + L::kThere + mine.slot * 4);
     given.other = *reinterpret_cast<const uint32_t*>(smem + L::kThere + other.slot * 4);
     mine = mine.next(2), other = other.next(2);
+    ahead.is_there = is_full(mine);
+    if (ahead.is_there) load(ahead, mine);
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
       given.scale[n] = reinterpret_cast<const float2*>(floats(L::kScale) + q_buffer * kN)[n * 4 + t];
       given.maximum[n] = make_float2(0.f, 0.f);
       if (started) given.maximum[n] = reinterpret_cast<const float2*>(floats(L::kMaximum))[n * 4 + t];
     }
+    uint32_t last_by[2] = {};
+    if constexpr (L::kHasFloatScales) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t of[4];
+        read_words(of, of_rows + h * 128);
+        last_by[h] = of[3];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of[i] &= 0x7FFFFFFF;
+        powers[h] = power_of_row(max(max(of[0], of[1]), max(of[2], of[3])));
+        asm volatile("" : "+r"(last_by[h]), "+r"(powers[h]));  // or else it is done after the products
+      }
+    }
     barrier_wait(used(tile % 2), tile / 2 & 1 ^ 1);  // for weights
     products_wait<0>();
-    if constexpr (L::kHasFloatScales) {
-      add_part(kBatches / 2 - 1);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
-    }
+    add_part(kBatches / 2 - 1, __uint_as_float(last_by[0]), __uint_as_float(last_by[1]));
   }
   template <bool ADD>
   static __device__ __forceinline__ void wide_product(float (&s)[kN / 2], const uint32_t (&a)[4], uint64_t q) {
@@ -215,6 +250,7 @@ struct Scores : Storage<FORMAT> {
 
   __device__ __forceinline__ void weigh() const {
     uint32_t tile = 0, served = 0;
+    First ahead;
     Slot mine{warp % 4 / 2u}, other{1 - mine.slot};  // halves of a tile
     LaneLengths lengths(p, turns[0], lane);
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn], ++served) {
@@ -230,7 +266,7 @@ struct Scores : Storage<FORMAT> {
         float s[kN / 2];
         uint32_t powers[2];
         Given given;
-        scores(s, powers, given, mine, other, tile, started, buffer);
+        scores(s, powers, given, ahead, mine, other, tile, started, buffer);
         weights(s, powers, given, sum, tile, started);
         if (left == 1) stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
         fence_async();
