@@ -1,7 +1,6 @@
 """The arithmetic that judges end-to-end runs; the runs themselves need a GPU."""
 
 import fcntl
-import importlib
 import json
 import math
 import os
@@ -9,7 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +26,6 @@ import throughput  # noqa: E402
 from e2e import compare_full, compare_top  # noqa: E402
 from features import comparison, one_gpu, parent, run  # noqa: E402
 from features.run import Run  # noqa: E402
-
-DUMMY_LOADER = "vllm.model_executor.model_loader.dummy_loader"
 
 
 def log_softmax(x):
@@ -540,45 +537,6 @@ def test_throughput_of_a_quantised_layout(tmp_path, capsys):
         with pytest.raises(SystemExit):
             throughput.parse_args([*asked, *wrong])
         assert sentence in capsys.readouterr().err
-
-
-@pytest.fixture
-def seeded_weights(monkeypatch):
-    """The module, without vLLM."""
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", DUMMY_LOADER):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules[DUMMY_LOADER], "DummyModelLoader", object, raising=False)
-    loader = sys.modules["vllm.model_executor.model_loader"]
-    monkeypatch.setattr(loader, "register_model_loader", lambda name: lambda of: of, raising=False)
-    monkeypatch.delitem(sys.modules, "seeded_weights", raising=False)
-    return importlib.import_module("seeded_weights")
-
-
-@pytest.mark.parametrize("scale, packed", [("weight_scale_2", "weight"), ("weight_global_scale", "weight_packed")])
-def test_nvfp4_experts_of_dummy_weights_are_finite(seeded_weights, scale, packed):
-    """As large as MXFP4 experts are, whose scale is a byte; a scale near zero has an infinite inverse in BF16."""
-
-    def module(**tensors):
-        of = torch.nn.Module()
-        for name, tensor in tensors.items():
-            of.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-        return of
-
-    experts = {
-        f"w13_{packed}": torch.zeros(4, 8, 8, dtype=torch.uint8),
-        "w13_weight_scale": torch.zeros(4, 8, 1).to(torch.float8_e4m3fn),
-        f"w13_{scale}": torch.full((4, 2), 1e-6),
-    }
-    model = torch.nn.ModuleDict({"experts": module(**experts), "embed_tokens": module(weight=torch.zeros(8, 8))})
-    for name in ("wq_b", "weights_proj", "indexer_norm", "fused_wqa_wkv", "fused_wkv_wgate"):
-        model[name] = module(weight=torch.zeros(8, 8))
-        model[name].input_size = 8
-    model["compressor"] = module(ape=torch.zeros(8))
-    seeded_weights.seed_weights(model)
-    found = {name.removeprefix("w13_"): value for name, value in model["experts"].named_parameters()}
-    factor = found[scale] if scale == "weight_scale_2" else 1 / found[scale]
-    assert (factor * found["weight_scale"].float().mean() == 2.0 ** (seeded_weights.EXPERT_SCALE - 127)).all()
-    assert found[packed].unique().numel() > 100
 
 
 def test_throughput_beside_others(tmp_path, monkeypatch):
