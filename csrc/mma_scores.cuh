@@ -51,7 +51,11 @@ struct Scores {
 
   // Of q, a piece is 64 dimensions. A warp brings every kWarps-th.
   static __device__ __forceinline__ bool is_narrow(int piece) { return piece < S::kNarrow / 64; }
-  static __device__ __forceinline__ int slot(int piece) { return piece < 8 ? piece % kWarps : kWarps; }
+  // Where it is in shared memory: of those not in registers some are where one was that is.
+  static __device__ __forceinline__ int slot(int piece) {
+    if (piece >= 8) return S::kQSlots - 1;
+    return kWarps + S::kHeldPieces < 8 && piece >= kWarps + S::kHeldPieces ? piece - S::kHeldPieces : piece % kWarps;
+  }
 
   __device__ __forceinline__ void load_q(int64_t token, int head0) {
     // The same address for all pieces of a row: else the compiler multiplies strides for each.
@@ -156,7 +160,7 @@ struct Scores {
 #pragma unroll
       for (int i = 0; i < kWarps * 4; ++i)
         if (round * kWarps * 4 + i < S::kHeldSteps) unpack(q[round * kWarps * 4 + i], shared.q[i][lane]);
-      if ((round + 1) * kWarps * 4 <= S::kHeldSteps && (round + 1) * kWarps < min(8, S::kPieces)) sync();
+      if (round * kWarps * 4 < S::kHeldSteps && (round + 1) * kWarps < min(8, S::kPieces)) sync();
     }
     const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
 #pragma unroll
@@ -182,75 +186,55 @@ struct Scores {
     }
   }
 
-  // Scales of this warp's keys, a lane a key: what rows' weights are multiplied by, and scales divided.
+  // Scales of this warp's keys: what rows' weights are multiplied by, and scales divided. A lane has a share of a key's
+  // groups, and none branches, so that this is done beside products. Exponents become float32 here, once.
   __device__ __forceinline__ void prepare_scales(int stage, Weights<S>& weights) const {
     if constexpr (S::kIsScaled) {
-      const int key = warp * kKeysWarp + lane % kKeysWarp;
-      const KeyScales scales(shared.scales[stage], key);
-      float most = 0.f;
+      constexpr int kShares = 32 / kKeysWarp, kOf = S::kRatios / kShares;
+      const int of_warp = lane % kKeysWarp, key = warp * kKeysWarp + of_warp, first = lane / kKeysWarp * kOf;
+      const float bias = shared.bias[stage][key];
+      float mine[kOf], most = 0.f;
+      if constexpr (S::kScales == Scales::kUe8m0) {
+        static_assert(kOf == S::kRounds && kShares == S::kTogether, "a lane has those of a sum");
+        uint32_t x = reinterpret_cast<const uint32_t*>(shared.scales[stage])[key * 2 + first / 4];
+        if (first + kOf == S::kRatios) x &= 0xFFFFFF;  // there are seven
+        if constexpr (kOf < 4) x >>= first % 4 * 8;
 #pragma unroll
-      for (int of = 0; of < S::kGroups; ++of) most = fmaxf(most, fabsf(scales.of_group(of)));
-      const RowPower power = row_power(most);
-      if (lane < kKeysWarp) {
+        for (int i = 0; i < kOf; ++i) {
+          mine[i] = __uint_as_float((i < 3 ? x << 23 - 8 * i : x >> 1) & 0x7F800000);
+          shared.key_scales[warp][i][of_warp][lane / kKeysWarp] = mine[i];
+        }
+      } else {
+        const float* const from = reinterpret_cast<const float*>(shared.scales[stage]) + key * 4 + first;
 #pragma unroll
-        for (int of = 0; of < S::kGroups; ++of)
-          weights.ratio[of][key] = __float2half_rn(scales.of_group(of) * power.inverse);
-        weights.power[key] = {power.log2 + shared.bias[stage][key], power.inverse};
+        for (int i = 0; i < kOf; ++i) mine[i] = from[i];
       }
+#pragma unroll
+      for (int i = 0; i < kOf; ++i) most = fmaxf(most, fabsf(mine[i]));
+#pragma unroll
+      for (int mask = kKeysWarp; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+      const RowPower power = row_power(most);
+#pragma unroll
+      for (int i = 0; i < kOf; ++i)
+        weights.ratio[first + i][Weights<S>::place_of(key)] = __float2half_rn(mine[i] * power.inverse);
+      if (lane < kKeysWarp) weights.power[key] = {power.log2 + bias, power.inverse};
       __syncwarp();
     }
   }
 
   // Products of q with this warp's keys; with scales, and without that of q.
-  __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int stage) const {
+  __device__ __forceinline__ void scores(float (&s)[kKeyBlocks][4], int stage, Weights<S>& weights) const {
     const uint8_t* const rows = shared.rows[stage];
     // A product takes four times as long as the tensor core needs for it: several sums at a time.
-    constexpr int kChains = 4 / kKeyBlocks;
-    float chains[kChains][kKeyBlocks][4] = {};
+    constexpr int kChains = 4 / kKeyBlocks, kSums = S::kIsScaled ? 1 : kChains;  // what is scaled has others besides
+    float sums[kSums][kKeyBlocks][4] = {};
     KeyScales scales[kKeyBlocks][2];
+    if constexpr (S::kScales == Scales::kFloat)
 #pragma unroll
-    for (int n = 0; n < kKeyBlocks; ++n)
+      for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
-    constexpr int kTogether = S::kIsScaled ? kChains : 1;  // units, each with a sum of its own until it is scaled
-#pragma unroll
-    for (int unit0 = 0; unit0 < S::kNarrowUnits; unit0 += kTogether) {
-      float part[kTogether][kKeyBlocks][4] = {};
-      uint32_t b[kTogether][kKeyBlocks][8];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-#pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
-          const int unit = unit0 + j;
-          if (unit >= S::kNarrowUnits) continue;
-          uint32_t w[4];
-          read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
-        }
-#pragma unroll
-      for (int u = 0; u < 4; ++u)
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          if (unit0 + j >= S::kNarrowUnits) continue;
-          uint32_t a[4];
-          fragment_of_q(a, (unit0 + j) * 4 + u);
-#pragma unroll
-          for (int n = 0; n < kKeyBlocks; ++n)
-            multiply<true>(S::kIsScaled ? part[j][n] : chains[u % kChains][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
-        }
-      if constexpr (S::kIsScaled)
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j)
-#pragma unroll
-          for (int n = 0; n < kKeyBlocks; ++n) {
-            if (unit0 + j >= S::kNarrowUnits) continue;
-            const int of = (unit0 + j) * 64 / S::kGroup;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              chains[0][n][i] = fmaf(part[j][n][i], scales[n][i % 2].of_group(of), chains[0][n][i]);
-          }
-    }
+        for (int i = 0; i < 2; ++i) scales[n][i] = KeyScales(shared.scales[stage], warp * kKeysWarp + n * 8 + 2 * t + i);
+    // What is wide comes first: the end then waits for the last products of what is narrow, and not for others after it.
 #pragma unroll
     for (int unit = 0; unit < S::kWideUnits; ++unit) {
       uint32_t b[kKeyBlocks][4];
@@ -264,16 +248,69 @@ struct Scores {
         fragment_of_q(a, step);
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n)
-          multiply<false>(chains[step % kChains][n], a, b[n][2 * u], b[n][2 * u + 1]);
+          multiply<false>(sums[step % kSums][n], a, b[n][2 * u], b[n][2 * u + 1]);
       }
+    }
+    // Groups of dimensions that have a scale, several together, each with a sum of its own until it is scaled: of one the q
+    // is in registers, of another in shared memory. If one is missing, that is in the first round, beside wide products.
+    constexpr int kSpan = S::kIsScaled ? S::kGroup / 64 : 1;
+#pragma unroll
+    for (int i_round = 0; i_round < S::kRounds; ++i_round) {
+      const int round = S::kGroups % S::kTogether == 0 ? i_round : i_round == 0 ? S::kRounds - 1 : i_round - 1;
+      const auto unit_of = [&](int j, int of_span) { return (round + j * S::kRounds) * kSpan + of_span; };
+      float part[S::kTogether][kKeyBlocks][4] = {};
+#pragma unroll
+      for (int of_span = 0; of_span < kSpan; ++of_span) {
+        uint32_t b[S::kTogether][kKeyBlocks][8];
+#pragma unroll
+        for (int j = 0; j < S::kTogether; ++j)
+#pragma unroll
+          for (int n = 0; n < kKeyBlocks; ++n) {
+            const int unit = unit_of(j, of_span);
+            if (unit >= S::kNarrowUnits) continue;
+            uint32_t w[4];
+            read_words(w, rows + S::chunk_at(warp * kKeysWarp + n * 8, g, unit / 2, unit % 2 * 4 + t));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[j][n][2 * i] = e4m3_low(w[i]), b[j][n][2 * i + 1] = e4m3_high(w[i]);
+          }
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+#pragma unroll
+          for (int j = 0; j < S::kTogether; ++j) {
+            const int unit = unit_of(j, of_span);
+            if (unit >= S::kNarrowUnits) continue;
+            uint32_t a[4];
+            fragment_of_q(a, unit * 4 + u);
+#pragma unroll
+            for (int n = 0; n < kKeyBlocks; ++n)
+              multiply<true>(S::kIsScaled ? part[j][n] : sums[u % kSums][n], a, b[j][n][2 * u], b[j][n][2 * u + 1]);
+          }
+      }
+      if (i_round == (S::kScales == Scales::kUe8m0 ? 0 : S::kRounds - 1)) prepare_scales(stage, weights);
+      if constexpr (S::kIsScaled)
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n)
+#pragma unroll
+          for (int j = 0; j < S::kTogether; ++j) {
+            if (unit_of(j, 0) >= S::kNarrowUnits) continue;
+            float by[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              if constexpr (S::kScales == Scales::kUe8m0)
+                by[i] = shared.key_scales[warp][round][n * 8 + 2 * t + i][j];
+              else
+                by[i] = scales[n][i].of_group(round + j * S::kRounds);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][n][i] = fmaf(part[j][n][i], by[i % 2], sums[0][n][i]);
+          }
     }
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[n][i] = chains[0][n][i];
+        s[n][i] = sums[0][n][i];
 #pragma unroll
-        for (int j = 1; j < kChains; ++j) s[n][i] += chains[j][n][i];
+        for (int j = 1; j < kSums; ++j) s[n][i] += sums[j][n][i];
       }
   }
 };

@@ -18,8 +18,11 @@ struct Shape : RowLayout<FORMAT> {
   static constexpr int kConsumerGroups = kConsumerThreads / 32 / kWarps;
   static constexpr int kGroupThreads = kWarps * 32;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
+  // Of a stage, handed back one after another: the rows of each warp that fetches, where a ring has few stages.
+  static constexpr int kParts = kWarps == 4 ? kProducerWarps : 1;
   static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
   static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
+  static constexpr int kRatios = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // of scales, an even share a lane
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
   // Whether blocks may share a token's keys.
@@ -32,8 +35,13 @@ struct Shape : RowLayout<FORMAT> {
   // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
   static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
   static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
-  static constexpr int kHeldSteps = kWarps == 4 ? 16 : 32;    // whose q is in registers; the rest is in shared memory
-  static constexpr int kQSlots = kWarps + (kPieces > 8 ? 1 : 0);
+  // Whose q is in registers; the rest is in shared memory. With more of it there, loads of packed rows' scores would come
+  // late, for want of registers.
+  static constexpr int kHeldSteps = kWarps == 8 ? 32 : R::kIsScaled ? 12 : 16, kHeldPieces = kHeldSteps / 4;
+  static constexpr int kQSlots = kWarps + (kWarps == 4 ? 4 - kHeldPieces : 0) + (kPieces > 8 ? 1 : 0);
+  // Scores of a warp over packed rows: sums over the dimensions that have one scale, four at a time, in so many rounds.
+  static constexpr int kTogether = R::kIsScaled ? 32 / kKeysWarp : 1;
+  static constexpr int kRounds = R::kIsScaled ? (R::kGroups + kTogether - 1) / kTogether : kNarrowUnits;
   // In P V a warp has 64 or 128 dimensions of all keys, in runs that have one scale.
   static constexpr int kDimsWarp = kDim / kWarps;
   static constexpr int kRun = kWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
@@ -64,8 +72,13 @@ struct Shape : RowLayout<FORMAT> {
 template <typename S>
 struct Weights {
   uint4 term[S::kTerms][S::kKeys / 16][32];
-  __half ratio[S::kIsScaled ? S::kGroups : 1][S::kKeys];  // of a scale to its row's power
-  RowPower power[S::kIsScaled ? S::kKeys : 1];
+  alignas(16) __half ratio[S::kRatios][S::kKeys];  // of a scale to its row's power
+  alignas(16) RowPower power[S::kIsScaled ? S::kKeys : 1];
+
+  // Of a key's ratio: those that a thread multiplies with, 2t and 2t + 1 of every eight, lie one after another.
+  static __device__ __forceinline__ int place_of(int key) {
+    return key % 8 / 2 * (S::kKeys / 4) + key / 8 * 2 + key % 2;
+  }
 };
 
 template <typename S>
@@ -74,6 +87,8 @@ struct alignas(128) SharedStorage {
   uint4 q[S::kQSlots * 4][32];  // on its way into fragments, and those that stay here
   Weights<S> weights[2];
   uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];
+  // Exponents as float32, as scores need them.
+  alignas(16) float key_scales[S::kWarps][S::kScales == Scales::kUe8m0 ? S::kRounds : 1][S::kKeysWarp][S::kTogether];
   float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
   float row_max[kHeads][S::kGroupThreads / 32];
   float row_largest[kHeads][S::kGroupThreads / 32];
@@ -82,7 +97,7 @@ struct alignas(128) SharedStorage {
   float q_scale[kHeads];
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
-  uint64_t empty[S::kStages];
+  uint64_t empty[S::kStages][S::kParts];
   int turns[kMostTurns];  // of the block; only in its first group's
 };
 

@@ -20,36 +20,34 @@ struct Values : Scores<FORMAT, BLOCK> {
   // largest score.
   float maximum[2], sum[2], largest[2];
 
-  // Weights of this warp's keys, relative to the maximum; their sums.
-  __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], Weights<S>& weights,
-                                                float (&sum_tile)[2]) const {
+  // Weights of this warp's keys, relative to the maximum; their sums, for which weights are divided by rows' powers.
+  __device__ __forceinline__ void write_weights(const float (&s)[kKeyBlocks][4], const float2 (&inverse)[kKeyBlocks],
+                                                Weights<S>& weights, float (&sum_tile)[2]) const {
     // The scores of two blocks of 8 keys lie in registers as the weights' A fragment of 16 keys needs them.
+    uint32_t high[kKeyBlocks][2], low[kKeyBlocks][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum_tile[h] = 0.f;
+    for (int h = 0; h < 2; ++h) {
+      sum_tile[h] = 0.f;
+      const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
 #pragma unroll
-    for (int n = 0; n < kKeyBlocks; ++n) {
-      const int block = warp * kKeyBlocks + n;
-      const auto put = [&](uint4 (&to)[32], const uint32_t (&x)[2]) {
-        reinterpret_cast<uint2*>(&to[lane])[block % 2] = make_uint2(x[0], x[1]);
-      };
-      uint32_t high[2], low[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float shift = maximum[h] == -INFINITY ? 0.f : maximum[h];
+      for (int n = 0; n < kKeyBlocks; ++n) {
         float x = exp2_fast(s[n][2 * h] - shift), y = exp2_fast(s[n][2 * h + 1] - shift);
         if constexpr (S::kNarrow)
-          high[h] = pack_half(x, y);
+          high[n][h] = pack_half(x, y);
         else
-          high[h] = pack_bf16(x, y), low[h] = rest_bf16(x, y, high[h]);
-        if constexpr (S::kIsScaled) {
-          const int key = warp * kKeysWarp + n * 8 + 2 * t;
-          x *= weights.power[key].inverse, y *= weights.power[key + 1].inverse;
-        }
+          high[n][h] = pack_bf16(x, y), low[n][h] = rest_bf16(x, y, high[n][h]);
+        if constexpr (S::kIsScaled) x *= inverse[n].x, y *= inverse[n].y;
         sum_tile[h] += x + y;
       }
-      put(weights.term[0][block / 2], high);
-      if constexpr (S::kTerms == 2) put(weights.term[1][block / 2], low);
     }
+    const auto put = [&](uint4 (&to)[S::kKeys / 16][32], const uint32_t (&x)[kKeyBlocks][2]) {
+      if constexpr (kKeyBlocks == 2)
+        to[warp][lane] = make_uint4(x[0][0], x[0][1], x[1][0], x[1][1]);
+      else
+        reinterpret_cast<uint2*>(&to[warp / 2][lane])[warp % 2] = make_uint2(x[0][0], x[0][1]);
+    };
+    put(weights.term[0], high);
+    if constexpr (S::kTerms == 2) put(weights.term[1], low);
   }
 
   // By all warps of the group, which first tell each other their maxima.
@@ -83,31 +81,75 @@ struct Values : Scores<FORMAT, BLOCK> {
       for (int i = 0; i < 4; ++i) acc[j][i] *= correction[i / 2];
   }
 
-  // Weights times rows: this warp's dimensions, all keys.
-  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights) {
-    constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
+  // Weights times rows: this warp's dimensions, all keys. In groups of four warps what comes first of rows is widened
+  // before the barrier that says that weights are there.
+  static constexpr bool kAhead = S::kNarrow > 0 && S::kWarps == 4;
+  static constexpr int kRuns = S::kDimsWarp / S::kRun, kRunBlocks = S::kRun / 8;
+  using Run = uint32_t[kRunBlocks][2];
+
+  __device__ __forceinline__ void first_values(Run& b, int stage) const {
+    if constexpr (kAhead) {
 #pragma unroll
-    for (int k = 0; k < S::kKeys / 16; ++k)
+      for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, half * 8, warp * S::kDimsWarp);
+#pragma unroll
+      for (int j = 0; j < kRunBlocks; ++j) asm volatile("" : "+r"(b[j][0]), "+r"(b[j][1]));  // not behind the barrier
+    }
+  }
+  // With a run of wide values in a warp of its own the loop is in parts, which wait for their loads one after another.
+  __device__ __forceinline__ void add_values(int stage, const Weights<S>& weights, const Run& first) {
+    if constexpr (S::kHasBoth) {
+      if (warp < S::kWarps - 1)
+        add_runs<false>(stage, weights, first);
+      else
+        add_runs<true>(stage, weights, first);
+    } else {
+      add_runs<S::kHasWideValues>(stage, weights, first);
+    }
+  }
+  // Whether the last run is wide.
+  template <bool WIDE>
+  __device__ __forceinline__ void add_runs(int stage, const Weights<S>& weights, const Run& first) {
+    static_assert(S::kNarrow == 0 || kDim - S::kNarrow <= S::kRun, "one run at most is wide");
+    constexpr int kStepsPart = S::kKeys / 16 / S::kParts, kWords = S::kKeys / 8;
+    // Of this thread's keys, two a word.
+    uint32_t ratio[kRuns][S::kIsScaled ? kWords : 1];
+    if constexpr (S::kIsScaled) {
+#pragma unroll
+      for (int run = 0; run < kRuns - WIDE; ++run) {
+        const int of = (warp * S::kDimsWarp + run * S::kRun) / S::kGroup;
+        const uint4* const from = reinterpret_cast<const uint4*>(weights.ratio[of]) + t * kWords / 4;
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          const uint4 x = from[i / 4];
+          ratio[run][i] = x.x, ratio[run][i + 1] = x.y, ratio[run][i + 2] = x.z, ratio[run][i + 3] = x.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < S::kKeys / 16; ++k) {
 #pragma unroll
       for (int run = 0; run < kRuns; ++run) {
         const int dim0 = warp * S::kDimsWarp + run * S::kRun;
-        if (!S::kHasWideValues || (S::kNarrow > 0 && dim0 < S::kNarrow)) {
-          if constexpr (S::kNarrow > 0) {
-            uint32_t b[kRunBlocks][2], a[4];
+        if constexpr (S::kNarrow > 0)
+          if (!WIDE || run < kRuns - 1) {
+            Run b;
+            uint32_t a[4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) narrow_values(b, half, stage, k * 16 + half * 8, dim0);
+            for (int half = 0; half < 2; ++half)
+              if (kAhead && k == 0 && run == 0)
+#pragma unroll
+                for (int j = 0; j < kRunBlocks; ++j) b[j][half] = first[j][half];
+              else
+                narrow_values(b, half, stage, k * 16 + half * 8, dim0);
             unpack(a, weights.term[0][k][lane]);
-            if constexpr (S::kIsScaled) {
-              const __half* const ratio = weights.ratio[dim0 / S::kGroup] + k * 16 + 2 * t;
-              const uint32_t by[2] = {*reinterpret_cast<const uint32_t*>(ratio),
-                                      *reinterpret_cast<const uint32_t*>(ratio + 8)};
+            if constexpr (S::kIsScaled)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], by[i / 2]);
-            }
+              for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], ratio[run][k * 2 + i / 2]);
 #pragma unroll
             for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);
+            continue;
           }
-        } else if constexpr (S::kHasWideValues) {
+        if constexpr (WIDE) {
           uint32_t b[8][2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) wide_values(b, half, stage, k * 16 + half * 8, dim0 - S::kNarrow);
@@ -121,6 +163,8 @@ struct Values : Scores<FORMAT, BLOCK> {
           }
         }
       }
+      if (k % kStepsPart == kStepsPart - 1) barrier_arrive(smem_address(&shared.empty[stage][k / kStepsPart]));
+    }
   }
   // Of two keys, row8 + 2t and the next, the dimensions of a run that are columns g; a register takes one of both keys.
   __device__ __forceinline__ void narrow_values(uint32_t (&b)[S::kRun / 8][2], int half, int stage, int row8,

@@ -26,6 +26,10 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
                                         const Order& turns) {
   constexpr int kRows = S::kKeys / S::kProducerWarps;  // of a stage, by this warp
   const int my_key = warp * kRows + lane, eighth = lane / 8, chunk = lane % 8;
+  // Where this lane's chunks of its first row come from and go to, kept: what the few registers here do not hold is
+  // loaded between copies, and waits until the copies before it have left.
+  uint32_t lane_from = chunk * 16, lane_to = smem_address(shared.rows) + S::chunk_at(warp * kRows, eighth, 0, chunk);
+  asm volatile("" : "+r"(lane_from), "+r"(lane_to));
   int turn = 0, item = turns[0];
   if (item >= p.items) return;
   Keys<S::kKeys> k(p, item, KeyLengths(INT_MAX, INT_MAX));
@@ -55,7 +59,7 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i)
         rows[i] = __shfl_sync(~0u, reinterpret_cast<int64_t>(row.at), i * 4 + eighth);
-      barrier_wait(smem_address(&shared.empty[stage]), parity);
+      barrier_wait(smem_address(&shared.empty[stage][S::kParts > 1 ? warp : 0]), parity);
       if (lane < kRows) {
         shared.bias[stage][my_key] = row.exists ? 0.f : -INFINITY;
         const uint32_t to = smem_address(&shared.scales[stage][my_key * S::kScaleBytes]);
@@ -70,6 +74,13 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
         const int bytes = exist >> i * 4 & 1 ? 16 : 0, row8 = warp * kRows + i / 2 * 8, to_row = i % 2 * 4 + eighth;
 #pragma unroll
         for (int line = 0; line < S::kLines; ++line) {
+          if constexpr (S::kHalf == 0) {
+            static_assert(S::kPitch % 128 == 0, "four rows on, chunks lie in the other half of a line");
+            copy16<FIRST, S::kPrefetch>((lane_to ^ (i % 2 * 64)) + i * 4 * S::kPitch + line * 128,
+                                        reinterpret_cast<const uint8_t*>(rows[i]) + lane_from + S::chunk(line, 0).from,
+                                        bytes);
+            continue;
+          }
           const typename S::Chunk c = S::chunk(line, chunk);
           if (c.exists)
             copy16<FIRST, S::kPrefetch>(to + S::chunk_at(row8, to_row, c.line, c.at),
@@ -78,7 +89,8 @@ __device__ __forceinline__ void produce(const RowParams& p, SharedStorage<S>& sh
       }
       barrier_arrive(smem_address(&shared.full[stage]));  // the bias is there
       copies_arrive(smem_address(&shared.full[stage]));
-      if (++stage == S::stages(p)) stage = 0, parity ^= 1;
+      lane_to += sizeof(shared.rows[0]);
+      if (++stage == S::stages(p)) lane_to -= stage * sizeof(shared.rows[0]), stage = 0, parity ^= 1;
     }
   }
 }
@@ -90,8 +102,8 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using Base = Outputs<FORMAT, BLOCK>;
   using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::sync, Base::Base, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::scale, Base::load_q, Base::prefetch_q, Base::scores;
-  using Base::prepare_scales, Base::write_weights, Base::raise_maximum, Base::add_values, Base::write_outputs;
-  using Base::merge_halves, Base::push_and_merge;
+  using Base::write_weights, Base::raise_maximum, Base::first_values, Base::add_values;
+  using Base::write_outputs, Base::merge_halves, Base::push_and_merge;
   using S = typename Base::S;
   static constexpr int kKeysWarp = Base::kKeysWarp, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
@@ -106,41 +118,52 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       Weights<S>& weights = shared.weights[buffer];
       barrier_wait(smem_address(&shared.full[stage]), parity);
       float s[kKeyBlocks][4];
-      scores(s, stage);
-      prepare_scales(stage, weights);
+      scores(s, stage, weights);
+      typename Base::Run first;
+      first_values(first, stage);
+      float2 bias[kKeyBlocks], inverse[kKeyBlocks];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
         const int key = warp * kKeysWarp + n * 8 + 2 * t;
         // Weights are those of rows times their power, and so is their maximum.
-        const float2 bias = S::kIsScaled ? make_float2(weights.power[key].log2, weights.power[key + 1].log2)
-                                         : *reinterpret_cast<const float2*>(shared.bias[stage] + key);
-        if (p.max_logits)
+        if constexpr (S::kIsScaled) {
+          const float4 two = *reinterpret_cast<const float4*>(&weights.power[key]);
+          bias[n] = make_float2(two.x, two.z), inverse[n] = make_float2(two.y, two.w);
+        } else {
+          bias[n] = *reinterpret_cast<const float2*>(shared.bias[stage] + key);
+        }
+      }
+      if (p.max_logits)
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if ((i % 2 ? bias.y : bias.x) != -INFINITY) largest[i / 2] = fmaxf(largest[i / 2], s[n][i] * scale[i / 2]);
+            if ((i % 2 ? bias[n].y : bias[n].x) != -INFINITY)
+              largest[i / 2] = fmaxf(largest[i / 2], s[n][i] * scale[i / 2]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = fmaf(s[n][i], scale[i / 2], i % 2 ? bias.y : bias.x);
-      }
+      for (int n = 0; n < kKeyBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = fmaf(s[n][i], scale[i / 2], i % 2 ? bias[n].y : bias[n].x);
       float sum_tile[2];
-      bool raise = tile == 0;
+      // In groups of four the first tile's weights are written too, so that the way to the barrier has no branches.
+      bool raise = S::kWarps == 8 && tile == 0;
       if (!raise) {
         bool above = false;
 #pragma unroll
         for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) above |= s[n][i] > maximum[i / 2] + kSlack;
-        write_weights(s, weights, sum_tile);
+        write_weights(s, inverse, weights, sum_tile);
         raise = sync_any(1 + group, S::kGroupThreads, above);
       }
       if (raise) {
         raise_maximum(s);
-        write_weights(s, weights, sum_tile);
+        write_weights(s, inverse, weights, sum_tile);
         sync();
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) sum[h] += sum_tile[h];
-      add_values(stage, weights);
-      barrier_arrive(smem_address(&shared.empty[stage]));
+      add_values(stage, weights, first);
       if (++stage == S::stages(p)) stage = 0, parity ^= 1;
       buffer ^= 1;
     }
@@ -208,7 +231,8 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
     SharedStorage<S>& mine = groups[threadIdx.x];
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(smem_address(&mine.full[i]), 2 * 32 * S::kProducerWarps);
-      barrier_init(smem_address(&mine.empty[i]), S::kGroupThreads);
+      for (int part = 0; part < S::kParts; ++part)
+        barrier_init(smem_address(&mine.empty[i][part]), S::kGroupThreads);
     }
     if (merges)
       told_of(groups).init(p, min(kHeads, p.heads - p.head_block_of(blockIdx.x) * kHeads), p.splits,

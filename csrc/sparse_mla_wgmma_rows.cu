@@ -17,8 +17,10 @@ namespace wgmma_rows {
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of;
   using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs, Base::told;
+  using Base::wait_full;
+  using typename Base::Slot;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
 
@@ -33,7 +35,7 @@ struct Outputs : Storage<FORMAT> {
   }
 
   // O^T += V^T P^T of a tile's 64 keys.
-  __device__ __forceinline__ void outputs(float (&acc)[4][kN / 2], uint32_t tile) const {
+  __device__ __forceinline__ void outputs(float (&acc)[4][kN / 2], uint32_t tile, const Slot& first) const {
     const uint64_t b = descriptor(base + L::kWeights + tile % 2 * L::kWeightBytes);
     // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions: narrow ones, or
     // in the last warp, where they are values, wide ones.
@@ -44,9 +46,11 @@ struct Outputs : Storage<FORMAT> {
     const int even_row = line + swizzled(2 * t, chunk) + within, odd_row = line + swizzled(2 * t + 1, chunk) + within;
     const int group = is_wide ? 0 : warp * 64 / L::kGroup;
     uint32_t a[2][4][4], raw[4][L::kHasWideValues ? 4 : 2], ratios[2];
+    const Slot second = first.next();
     const auto read = [&](int step) {
-      const uint32_t count = 2 * tile + step / 2, slot = count % L::kSlots;
-      if (step % 2 == 0) barrier_wait(full(slot), count / L::kSlots & 1);
+      const Slot& at = step < 2 ? first : second;
+      const uint32_t slot = at.slot;
+      if (step % 2 == 0) wait_full(at);
       const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
       const auto row = [&](int k) { return rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row); };
       if constexpr (L::kHasWideValues)
@@ -86,7 +90,7 @@ struct Outputs : Storage<FORMAT> {
     wait_weights(acc, tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      if (step % 2 == 1) barrier_arrive(empty((2 * tile + step / 2) % L::kSlots));  // its rows are in registers
+      if (step % 2 == 1) barrier_arrive(empty((step < 2 ? first : second).slot));  // its rows are in registers
       products_begin();
 #pragma unroll
       for (int m = 0; m < 4; ++m) product<true>(acc[m], a[step & 1][m], b + step * 2);
@@ -102,6 +106,7 @@ struct Outputs : Storage<FORMAT> {
 
   __device__ __forceinline__ void multiply() const {
     uint32_t tile = 0;
+    Slot slot;
     KeyLengths lengths(p, turns[0]);
     {
       // The first item's q is loaded here, because there is nothing else to do yet.
@@ -114,8 +119,8 @@ struct Outputs : Storage<FORMAT> {
       const Item item(p, i, lengths);
       lengths = KeyLengths(p, turns[turn + 1]);
       float acc[4][kN / 2] = {};
-      for (int left = item.tiles; left > 0; --left, ++tile) {
-        outputs(acc, tile);
+      for (int left = item.tiles; left > 0; --left, ++tile, slot = slot.next(2)) {
+        outputs(acc, tile, slot);
         if (left > 1) barrier_arrive(used(tile % 2));
       }
       if (p.splits > 1) {

@@ -43,6 +43,17 @@ __device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
 }
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
+// A slot of a ring, and the parity of the phase in which it is full. Each follows from the one before: a remainder of the
+// number of slots is a chain of ten uniform instructions, for which a warp waits as often as it asks.
+template <int SLOTS>
+struct Place {
+  uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ Place next(uint32_t by = 1) const {
+    const uint32_t at = slot + by;
+    return at < SLOTS ? Place{at, parity} : Place{at - SLOTS, parity ^ 1};
+  }
+};
+
 template <RowFormat FORMAT>
 struct Layout : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
@@ -84,7 +95,10 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   using L = Layout<FORMAT>;
   using Base = wgmma::Pipeline<RowParams, L>;
   using Base::p, Base::lane;
+  using Slot = Place<L::kSlots>;
   const Turns turns;
+
+  __device__ __forceinline__ void wait_full(const Slot& at) const { barrier_wait(Base::full(at.slot), at.parity); }
 
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
