@@ -39,16 +39,11 @@ STEPS = {
     "drop-in and small-kernels": ("serve_share8_h200", "FP8Experts"),
 }
 Bar = tuple[float, float, float]  # median, least, most
-# What sparse_mla.py wrote; a file has the cases that those before it lack. Without vLLM, as the newest of H200 was
-# measured, it lacks prefills against vLLM's gather.
-KERNELS = {"h100": ["stock_rows_h100"], "h200": ["stock_rows_h200", "stock_rows_h200_da8d543"]}
 
 
 def kernel_results(results: Path, gpu: str = "h200") -> dict[str, Any]:
-    found, *older = (json.loads((results / f"{name}.json").read_text("utf-8")) for name in KERNELS[gpu])
-    cases = {(row["rows"], row["phase"], row["heads"], row["tokens"]): row
-             for result in (*older, found) for row in result["results"]}  # fmt: skip
-    return found | {"results": list(cases.values())}
+    """What sparse_mla.py wrote."""
+    return json.loads((results / f"stock_rows_{gpu}.json").read_text("utf-8"))
 
 
 def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]]]:

@@ -2,7 +2,7 @@
 
 Both read rows as pages of one, so that the indices of a token are its page table, as vLLM 0.33.0 calls them
 (`FLASHINFER_MLA_SPARSE_SM90`, `FLASH_ATTN_MLA_SPARSE`). Neither has sinks, so of V4's rows they compute a little
-less. FlashInfer plans on the host, which is not in its time. No GPU has run this file yet.
+less. FlashInfer plans on the host, which is not in its time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ def flashinfer(case: Inputs, rows: str) -> Call | None:
     pool = (case.pools.rows_576 if rows == "576" else getattr(case.pools, rows)).view(-1, 1, case.key_dim)
     tokens, width = indices.shape[1:]
     starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    exists = torch.arange(width, device=device) < lens[:, None]
+    key_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
     wrappers = [Wrapper(workspace, backend="fa3") for _ in range(case.calls)]  # each has one call's indices
     for wrapper, of_call in zip(wrappers, indices, strict=False):
         wrapper.plan(
-            starts, starts * width, of_call.flatten(), lens, case.heads, VALUE_DIM, case.key_dim - VALUE_DIM,
+            starts, key_starts, of_call[exists], lens, case.heads, VALUE_DIM, case.key_dim - VALUE_DIM,
             1, False, case.scale, torch.bfloat16, pool.dtype,
         )  # fmt: skip
     query = [part.contiguous() for part in case.query.split((VALUE_DIM, case.key_dim - VALUE_DIM), -1)]

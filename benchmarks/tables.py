@@ -22,7 +22,7 @@ from charts import ROWS, kernel_results, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/releases.md")
+PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/releases.md", "docs/serving.md")
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
 # Phases of sparse_mla.py, those of decode and those of prefill.
 PHASES = {
@@ -48,7 +48,21 @@ SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
+STEADY = tuple(f"serve_share_steady_{of}_h200" for of in ("stock", "fp8"))
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
+# The BF16 cache was measured again, with `small-kernels`: later files have what counts.
+V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
+# Checkpoints by how they are quantised, as make_mini_checkpoint.py names them.
+LAYOUTS = {
+    "none": "DeepSeek's own",
+    "ct-w4a16": "compressed-tensors: 4-bit experts, FP8 in blocks",
+    "nvfp4-experts": "NVFP4 experts, the rest as DeepSeek's",
+    "ct-nvfp4": "compressed-tensors: NVFP4 experts, FP8 in blocks",
+    "ct-fp8-tensor": "compressed-tensors: NVFP4 experts, FP8 with one scale a tensor",
+    "autoround": "AutoRound",
+    "nvfp4": "NVFP4 everywhere",
+}
+LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 BACKENDS = {"flashmla": "FlashMLA", "fp8": "FP8 cache", "bf16": "BF16 cache"}
 DROP_IN = "FlashMLA's cache, drop-in"
 # Of runs of serve.py.
@@ -153,6 +167,22 @@ def stock_rows() -> str:
     return attention(stores=STOCK.items())
 
 
+def others() -> str:
+    """FlashInfer's and FlashAttention 3's time over ours."""
+    results = load("stock_rows_others_h200")["results"]
+    rows: dict[str, dict[int, float]] = {}
+    for store, title in (CACHES | {"576": "576"}).items():
+        for other, name in {"flashinfer": "FlashInfer", "fa3": "FlashAttention 3"}.items():
+            for row in results:
+                named = {"decode": "decode", "prompt": "prefill"}.get(row["phase"])
+                if row["rows"] == ROWS.get(store, store) and named and f"{other}_us" in row:
+                    call = f"{title}, {named} of {row['tokens']}, {name}"
+                    rows.setdefault(call, {})[row["heads"]] = row[f"{other}_us"] / row["us"]
+    heads = sorted({number for by in rows.values() for number in by})
+    cells = ([call, *(f"{by[h]:.2f}" for h in heads)] for call, by in rows.items())
+    return markdown(["heads on each GPU", *heads], cells)
+
+
 def h100() -> str:
     calls = [*(("decode", tokens) for tokens in (1, 16, 128, 512)), ("prompt", 4096)]
     return attention(calls, (CACHES | STOCK).items(), "h100")
@@ -242,11 +272,31 @@ def models_share() -> str:
 
 
 def models_v32() -> str:
-    runs = load("throughput_v32_h200")["runs"]
+    runs = {run: of for name in V32_RUNS for run, of in load(name)["runs"].items()}
     rows = []
     for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
         rows += speeds(runs, {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()})
     return markdown(speeds_head(runs), rows)
+
+
+def layouts() -> str:
+    """Quantised checkpoints, tokens a second over DeepSeek's own of the same release; GiB of weights."""
+    rows = []
+    for layout, title in LAYOUTS.items():
+        cells = []
+        for release in ("", "_0.33.0"):
+            own, run = (load(f"throughput_layout_{of}_h200{release}")["runs"]["drop_in"] for of in ("none", layout))
+            for calls, first in (
+                *((run["decode"][n]["tokens_per_second"], own["decode"][n]["tokens_per_second"]) for n in ("1", "16")),
+                (max(run["prefill"]["all"]), max(own["prefill"]["all"])),  # what hinders the processor slows the others
+            ):
+                cells.append(f"{calls:.0f}" if run is own else f"{calls / first:.2f}")
+            loaded = next(match[1] for line in run["vllm_reports"] if (match := LOADED.search(line)))
+            cells.append(f"{float(loaded):.1f}")
+        rows.append([title, *cells])
+    head = [f"{release}: {of}" for release in ("0.22.1", "0.33.0")
+            for of in ("decode, 1 request", "16", "prefill", "GiB")]  # fmt: skip
+    return markdown(["layout", *head], rows)
 
 
 def serving_table(found: dict[int, dict[str, Any]]) -> str:
@@ -271,6 +321,26 @@ def serving_share() -> str:
 def serving_experts() -> str:
     runs = {key.lower(): run["concurrency"] for name in EXPERTS for key, run in load(name)["runs"].items()}
     return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
+
+
+def serving_steady() -> str:
+    """Three times as many prompts as run at once, each as another ends; both with steps of 16384 tokens."""
+    rows = []
+    runs = {key.lower(): run["concurrency"] for name in STEADY for key, run in load(name)["runs"].items()}
+    for case, stock in runs["flashmla"].items():
+        for store, of in runs.items():
+            run, every = of[case], [repeat["output_throughput"] for repeat in of[case]["repeats"]]
+            rows.append([
+                f"{run['case']['input_len']}/{run['case']['output_len']}",
+                "FlashMLA" if run is stock else "drop-in, `small-kernels`, `fp8-experts`",
+                f"{run['output_throughput']:.0f} ({span(every, '.0f')})",
+                f"{run['output_throughput'] / stock['output_throughput']:.2f}",
+                f"{run['output_per_gpu']:.0f}", f"{run['output_per_user']:.0f}", f"{run['mean_ttft_ms'] / 1e3:.2f}",
+                f"{run['median_itl_ms']:.1f}", f"{run['request_goodput']:.2f}",
+            ])  # fmt: skip
+    head = ["tokens in/out", "", "output tokens/s", "over FlashMLA", "a GPU of four", "a user", "TTFT, s", "ITL, ms",
+            "goodput, requests/s"]  # fmt: skip
+    return markdown(head, rows)
 
 
 def small_costs() -> str:
@@ -312,8 +382,9 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, choosing, attention, stock_rows, h100, accuracy, row_sizes, one_call, models, models_share,
-    models_v32, serving, serving_share, serving_experts, small_costs, decode_step, steps,
+    headline, by_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call, models,
+    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_steady, small_costs,
+    decode_step, steps,
 )}  # fmt: skip
 
 
