@@ -10,7 +10,7 @@ namespace mma {
 template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Outputs : Values<FORMAT, BLOCK> {
   using Base = Values<FORMAT, BLOCK>;
-  using Base::p, Base::shared, Base::warp, Base::lane, Base::group, Base::g, Base::t, Base::thread, Base::acc;
+  using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::thread, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::Base;
   using S = typename Base::S;
   static constexpr int kDimBlocks = Base::kDimBlocks;

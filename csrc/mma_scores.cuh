@@ -221,8 +221,7 @@ struct Scores {
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          scales[n][i] = {shared.scales[stage], warp * kWarpKeys + n * 8 + 2 * t + i};
+        for (int i = 0; i < 2; ++i) scales[n][i] = {shared.scales[stage], warp * kWarpKeys + n * 8 + 2 * t + i};
     }
     // Wide dimensions come first, or else the end would wait for their products after those of the last narrow ones.
     add_wide(sums, rows);
@@ -329,7 +328,7 @@ struct Scores {
   __device__ __forceinline__ void prepare_scales(int stage, Weights<S>& weights) const {
     if constexpr (S::kIsScaled) {
       constexpr int kKeyLanes = 32 / kWarpKeys, kLaneGroups = S::kPaddedGroups / kKeyLanes;
-      const int of_warp = lane % kWarpKeys, key = warp * kWarpKeys + of_warp;
+      const int warp_key = lane % kWarpKeys, key = warp * kWarpKeys + warp_key;
       const int part = lane / kWarpKeys, group0 = part * kLaneGroups;
       const float bias = shared.bias[stage][key];
       float scales[kLaneGroups], largest = 0.f;
@@ -341,7 +340,7 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < kLaneGroups; ++i) {
           scales[i] = ue8m0_to_float(x, i);
-          shared.float_scales[warp][i][of_warp][part] = scales[i];
+          shared.float_scales[warp][i][warp_key][part] = scales[i];
         }
       } else {
         const float* const from = reinterpret_cast<const float*>(shared.scales[stage]) + key * 4 + group0;

@@ -108,7 +108,7 @@ struct alignas(128) SharedStorage {
   // UE8M0 scales as float32, by which scores are multiplied.
   alignas(16) float float_scales[S::kGroupWarps][S::kFloatScaleRounds][S::kWarpKeys][S::kRoundGroups];
   float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
-  float row_max[kHeads][S::kGroupWarps];  // then sums
+  float row_max[kHeads][S::kGroupWarps];  // of each warp; at an item's end, sums
   float row_largest[kHeads][S::kGroupWarps];
   float row_stat[3][kHeads];  // maximum, sum, largest score
   uint32_t largest_q[kHeads][S::kQPieces];

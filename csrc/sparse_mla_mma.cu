@@ -111,8 +111,8 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
   using S = typename Base::S;
   static constexpr int kWarpKeys = Base::kWarpKeys, kKeyBlocks = Base::kKeyBlocks, kDimBlocks = Base::kDimBlocks;
 
-  // Outputs of an item that are not yet divided by their sum. In each tile the warps divide the keys among them, and,
-  // behind the barrier in weigh(), the dimensions.
+  // Finds outputs of an item, which are not yet divided by the sum of weights. For each tile the warps divide the keys
+  // among them up to the barrier in weigh(), and then the dimensions.
   __device__ __forceinline__ void attend(int tiles, int& stage, int& parity, int& buffer) {
 #pragma unroll
     for (int j = 0; j < kDimBlocks; ++j)
@@ -227,11 +227,12 @@ struct Consumer : Outputs<FORMAT, BLOCK> {
       load_q(token, head0);
       prefetch_q(turns[turn + 1]);
       attend(Keys<S::kKeys>(p, item, lengths).tiles, stage, parity, buffer);
-      if constexpr (S::kCanSplit)
+      if constexpr (S::kCanSplit) {
         if (p.splits > 1) {
           push_and_merge(item, token, head0);
           continue;
         }
+      }
       if constexpr (BLOCK == MmaBlock::kShared) merge_halves();
       if (BLOCK != MmaBlock::kShared || group == 0) write_outputs(token, head0);
     }

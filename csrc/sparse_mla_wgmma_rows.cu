@@ -20,7 +20,7 @@ namespace wgmma_rows {
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states;
   using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs, Base::told;
   using Base::wait_full;
   using typename Base::Position;
@@ -144,8 +144,8 @@ struct Outputs : Storage<FORMAT> {
   }
 
   // Split-KV: each block of a cluster has a share of the keys, and writes a share of the outputs. It pushes the units
-  // of its partial outputs, which are the dimensions of a warp for one head, to those who write them. Neighbouring heads
-  // have a unit's runs of 8 dimensions in different orders, so that they are written to different banks.
+  // of its partial outputs, the dimensions of a warp for one head, to those who write them. Neighbouring heads have a
+  // unit's runs of 8 dimensions in different orders, so that they are written to different banks.
   __device__ __forceinline__ void push_and_merge(const float (&acc)[4][kN / 2], int item, int64_t token) const {
     static_assert(Told::kUnitsHead * 32 == kOutputThreads, "a unit is the dimensions of a warp");
     const int g = lane / 4, t = lane % 4, block = p.share_of(item);

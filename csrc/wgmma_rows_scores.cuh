@@ -20,8 +20,7 @@ struct Scores : Storage<FORMAT> {
   // K-steps are of 16 dimensions. Four of them are a batch: 64 dimensions.
   static constexpr int kNarrowSteps = L::kNarrow / 16, kNarrowBatches = kNarrowSteps / 4;
   static_assert(kNarrowSteps % 4 == 0 && L::kWide == 64, "whole batches, of which one is wide");
-  // Narrow batches that have one scale. UE8M0 scales are applied to each batch's fragments, float32 ones to the sum of
-  // two batches.
+  // UE8M0 scales are for a batch, whose fragments they multiply; float32 scales are for two, whose sum they multiply.
   static_assert(L::kGroup == (L::kHasFloatScales ? 128 : 64), "");
 
   // What weights() needs besides, asked for while the last products of scores go on.
@@ -39,8 +38,8 @@ struct Scores : Storage<FORMAT> {
     const uint64_t q = descriptor(q_at);
     const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
     wait_full(own);
-    // Of ldmatrix, matrices of 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16 bytes of
-    // both.
+    // The matrices of an ldmatrix are 8 rows by 16 bytes: rows 0 to 7 and 8 to 15 of this warp's 16, then the next 16
+    // bytes of both.
     const uint32_t slot = own.slot, row = slot * 32 + (warp & 1) * 16 + lane / 4;
     const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
     const uint8_t* const row_scales = smem + L::kOfRows + row * 16;  // of row g; of g + 8 128 bytes further
@@ -118,11 +117,11 @@ struct Scores : Storage<FORMAT> {
       read(batch + 2);
       multiply(batch);
       products_commit();
-      // A warp is held up by a product that follows another at once. If this is here, ptxas spreads it over the
-      // products; if it is between them in the source, ptxas fences each.
+      // A product that follows another at once holds up the warp, so the next batch is widened between products: ptxas
+      // spreads what is here over them. If it is between them in the source, ptxas fences each product.
       widen(batch + 1);
       if (batch < kNarrowBatches - 1) {
-        products_wait<1>();  // registers of the batch before are free
+        products_wait<1>();  // the batch before is done, and its registers are free
         if (batch > 1 && batch % 2 == 0) add_scaled(batch / 2 - 1);
       }
     }
@@ -145,6 +144,7 @@ struct Scores : Storage<FORMAT> {
       for (int h = 0; h < 2; ++h) powers[h] = power_of_row(largest_scales[h]);
     }
   }
+
   template <bool ADD>
   static __device__ __forceinline__ void wide_product(float (&s)[kN / 2], const uint32_t (&a)[4], uint64_t q) {
     if constexpr (L::kHasTail)
@@ -153,12 +153,12 @@ struct Scores : Storage<FORMAT> {
       product<ADD>(s, a, q);
   }
 
-  // Writes the weights of 64 keys into shared memory. They are times the powers that rows were divided by, and so is
-  // their maximum; `sum` is without powers. `started`: whether the item has a maximum yet.
+  // Writes the weights of 64 keys into shared memory. They are times the rows' powers, and so is their maximum; `sum`
+  // is without powers. `started`: whether the item has a maximum yet.
   __device__ __forceinline__ void weights(float (&s)[kN / 2], const uint32_t (&powers)[2], const WeightInputs& inputs,
                                           float (&sum)[kN / 4], uint32_t tile, bool& started) const {
     const int lane = lane_again(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
-    const bool any = inputs.own_half | inputs.other_half;
+    const bool any_row = inputs.own_half | inputs.other_half;
     // Rows 0 and 8 of the tile, if one of them exists, are what the maximum is guessed from.
     const bool can_guess = (group_warp & 2 ? inputs.other_half : inputs.own_half) & 0x0101;
     float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
@@ -166,18 +166,18 @@ struct Scores : Storage<FORMAT> {
                            static_cast<float>(static_cast<int>(powers[1]) - 127)};
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
-      const float2 scale = inputs.scale[n], maximum = inputs.maximum[n];
+      const float2 scale = inputs.scale[n], shift = inputs.maximum[n];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float* const x = s + n * 4 + h * 2;
         if (!L::kHasFloatScales) x[0] *= __uint_as_float(powers[h] << 23), x[1] *= __uint_as_float(powers[h] << 23);
-        x[0] = fmaf(x[0], scale.x, log2[h] - maximum.x), x[1] = fmaf(x[1], scale.y, log2[h] - maximum.y);
+        x[0] = fmaf(x[0], scale.x, log2[h] - shift.x), x[1] = fmaf(x[1], scale.y, log2[h] - shift.y);
       }
     }
     wgmma::drop_missing(s, inputs.own_half >> (group_warp & 1) * 16 & 0xFFFF, g);
     if (!started && can_guess) guess_maximum(s, maximum, lane);
-    // Whether the maximum is to be raised is seen from the weights, which then are there before the vote. They are
-    // computed again if it is.
+    // The vote on raising the maximum looks at weights, not scores, so that they are there when it ends. They are
+    // computed again if the maximum is raised.
     float w[kN / 2];
     const auto to_weights = [&] {
 #pragma unroll
@@ -188,10 +188,10 @@ struct Scores : Storage<FORMAT> {
 #pragma unroll
     for (int i = 0; i < kN / 2; i += 2) excess = fmaxf(excess, fmaxf(w[i], w[i + 1]));
     static_assert(kSlack == 15.f, "");
-    const bool raised = sync_any(1, 128, any && excess > 0x1p15f);
+    const bool raised = sync_any(1, 128, any_row && excess > 0x1p15f);
     if (thread() == 0) states()[buffer] = raised && started;
     if (raised) raise_maximum(s, sum, buffer, started || can_guess, started), to_weights();
-    started |= any;
+    started |= any_row;
 
     const float inverse[2] = {__uint_as_float((254 - powers[0]) << 23), __uint_as_float((254 - powers[1]) << 23)};
     const uint32_t to = base + L::kWeights + buffer * L::kWeightBytes;
@@ -215,16 +215,16 @@ struct Scores : Storage<FORMAT> {
   __device__ __forceinline__ float2 finish(float (&sum)[kN / 4], int64_t token, int head0, int buffer,
                                          bool started, float sink) const {
     const int head = thread();
-    const auto [largest, total] = maximum_and_sum(sum, started);
+    const auto [maximum, total] = maximum_and_sum(sum, started);
     if (head < kN && p.splits > 1) {
       floats(L::kFactor)[head] = sink;
     } else if (head < kN) {
-      const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
+      const float shift = fmaxf(maximum, sink), mine = exp2_fast(maximum - shift);
       const float all = total * mine + exp2_fast(sink - shift);
       floats(L::kFactor)[buffer * kN + head] = all > 0.f ? p.bmm2 * mine / all : 0.f;
-      if (p.lse && head0 + head < p.heads) write_statistics(p, token, head0 + head, largest, total, largest);
+      if (p.lse && head0 + head < p.heads) write_statistics(p, token, head0 + head, maximum, total, maximum);
     }
-    return make_float2(largest, total);
+    return make_float2(maximum, total);
   }
 
   // What this warpgroup does.
