@@ -1,4 +1,4 @@
-// Outputs of sparse_mla_mma.cu: merged over those who share a token's keys, and written.
+// Epilogue of sparse_mla_mma.cu: outputs are merged, if a token's keys are split, and written.
 #pragma once
 
 #include "mma_values.cuh"
@@ -10,7 +10,7 @@ namespace mma {
 template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Outputs : Values<FORMAT, BLOCK> {
   using Base = Values<FORMAT, BLOCK>;
-  using Base::p, Base::shared, Base::warp, Base::lane, Base::group, Base::g, Base::t, Base::thread, Base::acc;
+  using Base::p, Base::shared, Base::warp, Base::group, Base::g, Base::t, Base::thread, Base::acc;
   using Base::maximum, Base::sum, Base::largest, Base::Base;
   using S = typename Base::S;
   static constexpr int kDimBlocks = Base::kDimBlocks;
@@ -47,8 +47,8 @@ struct Outputs : Values<FORMAT, BLOCK> {
     }
   }
 
-  // Two groups have half of an item's keys each, and the same heads and dimensions in each thread: the second tells the
-  // first what it has, through its ring, which nobody reads any more.
+  // The two groups of a block (kShared) have half of an item's keys each, and the same heads and dimensions in each
+  // thread. The second gives the first what it has, through its ring, which nobody reads any more.
   __device__ __forceinline__ void merge_halves() {
     SharedStorage<S>& second = group ? shared : (&shared)[1];
     static_assert(kHeads * kDim * sizeof(float) <= sizeof(second.rows), "outputs must fit the ring");
@@ -57,11 +57,14 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
       for (int j = 0; j < kDimBlocks; ++j)
         theirs[j * S::kGroupThreads] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+      if (warp == 0 && t == 0) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (warp == 0 && t == 0)
-          shared.row_stat[0][g + h * 8] = maximum[h], shared.row_stat[1][g + h * 8] = sum[h],
+        for (int h = 0; h < 2; ++h) {
+          shared.row_stat[0][g + h * 8] = maximum[h];
+          shared.row_stat[1][g + h * 8] = sum[h];
           shared.row_stat[2][g + h * 8] = largest[h];
+        }
+      }
     }
     sync_threads(3, kConsumerThreads);
     if (group) return;
@@ -83,13 +86,11 @@ struct Outputs : Values<FORMAT, BLOCK> {
     }
   }
 
-  // ---------------------------------------------------------------- merged in the shared memory of those who write them
-  // A warp has 64 dimensions, 16 of a thread for each of its rows: a *unit*.
-  static constexpr int kUnitsRow = kDim / 16;
-
-  // The blocks of a cluster have a share of the keys each, and each writes a share of the outputs.
+  // Split-KV: each block of a cluster has a share of the keys, and writes a share of the outputs. It pushes the units
+  // of its partial outputs to those who write them. A thread has a unit, 16 dimensions, of each of its two rows.
+  static constexpr int kRowUnits = kDim / 16;
   __device__ __forceinline__ void push_and_merge(int item, int64_t token, int head0) {
-    static_assert(S::kConsumerGroups == 1 && kDimBlocks == 8, "a warp has a unit of each thread and row");
+    static_assert(S::kConsumerGroups == 1 && kDimBlocks == 8, "a warp has 64 dimensions");
     const int blocks = p.splits, block = p.share_of(item), unit = warp * 4 + t;
     Told& told = told_of(&shared);
     const int rows = min(kHeads, p.heads - head0);
@@ -99,7 +100,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
     for (int h = 0; h < 2; ++h) {
       const int row = g + h * 8;
       if (row >= rows) continue;
-      if (unit < blocks) {  // a thread of a row for each block
+      if (unit < blocks) {  // of a row's threads, one tells each block
         told.tell(unit, block, row, maximum[h], sum[h]);
         if (p.max_logits)
           send(of_rank(&told.largest[block * kHeads + row], unit), largest[h], of_rank(&told.arrived, unit));
@@ -110,7 +111,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) most = fmaxf(most, fabsf(acc[j][2 * h + i]));
       const float2 power = power_below(__float_as_uint(most) >> 16);
-      const Told::Place place = places[row * kUnitsRow + unit];
+      const Told::Place place = places[row * kRowUnits + unit];
       told.tell_power(place, power.x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -123,8 +124,8 @@ struct Outputs : Values<FORMAT, BLOCK> {
     }
     told.merge(p, rows, blocks, block, thread, kConsumerThreads, token, head0, shared.sinks, shared.bmm2,
                [](int unit, int i) {
-                 const int of_row = unit % kUnitsRow;
-                 return make_int2(unit / kUnitsRow, S::first_dim(of_row / 4, of_row % 4, i, 0));
+                 const int of_row = unit % kRowUnits;
+                 return make_int2(unit / kRowUnits, S::first_dim(of_row / 4, of_row % 4, i, 0));
                });
   }
 };

@@ -1,4 +1,4 @@
-// What a block of sparse_mla_mma.cu works with: sizes, and shared memory.
+// Sizes and shared memory of a block of sparse_mla_mma.cu.
 #pragma once
 
 #include "cluster_merge.cuh"
@@ -11,44 +11,60 @@ namespace mma {
 constexpr int kHeads = 16;  // of an item: the M of mma.sync
 constexpr int kConsumerThreads = 256, kProducerThreads = 128, kThreads = kConsumerThreads + kProducerThreads;
 
+// The consumer warps are one group of eight or two groups of four. A group has its own shared memory, with a ring of
+// stages, and its own producer warps.
 template <RowFormat FORMAT, MmaBlock BLOCK>
 struct Shape : RowLayout<FORMAT> {
   using R = RowLayout<FORMAT>;
-  static constexpr int kWarps = BLOCK == MmaBlock::kPaired || BLOCK == MmaBlock::kShared ? 4 : 8;  // of a group
-  static constexpr int kConsumerGroups = kConsumerThreads / 32 / kWarps;
-  static constexpr int kGroupThreads = kWarps * 32;
+  static constexpr int kGroupWarps = BLOCK == MmaBlock::kPaired || BLOCK == MmaBlock::kShared ? 4 : 8;
+  static constexpr int kGroupThreads = kGroupWarps * 32;
+  static constexpr int kConsumerGroups = kConsumerThreads / kGroupThreads;
   static constexpr int kProducerWarps = kProducerThreads / 32 / kConsumerGroups;  // of a group
-  // Of a stage, handed back one after another: the rows of each warp that fetches, where a ring has few stages.
-  static constexpr int kParts = kWarps == 4 ? kProducerWarps : 1;
-  static constexpr int kKeysWarp = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;
-  static constexpr int kKeys = kWarps * kKeysWarp;                                // of a stage
-  static constexpr int kRatios = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // of scales, an even share a lane
+
+  static constexpr int kWarpKeys = R::kNarrow && BLOCK != MmaBlock::kHalf ? 16 : 8;  // whose scores a warp computes
+  static constexpr int kKeys = kGroupWarps * kWarpKeys;                              // of a stage
   // As many as fit.
   static constexpr int kStages = BLOCK == MmaBlock::kHalf ? 4 : R::kPitch == 512 || R::kPitch == 1024 ? 3 : 2;
-  // Whether blocks may share a token's keys.
-  static constexpr bool kMerges = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf;
-  // What they tell each other has no room but in the last stage, which then is none.
+  // Groups of four have few and small stages. They release a stage in parts, the rows of each producer warp, so that
+  // the first of these warps copies while values of the others' rows are still read.
+  static constexpr int kStageParts = kGroupWarps == 4 ? kProducerWarps : 1;
+
+  // Split-KV: whether blocks may share a token's keys.
+  static constexpr bool kCanSplit = BLOCK == MmaBlock::kWhole || BLOCK == MmaBlock::kHalf;
+  // There may be no room for what they tell each other but the last stage, which the ring then does without.
   static constexpr bool kTellsInRing = BLOCK == MmaBlock::kWhole && kStages == 3;
   static __device__ __forceinline__ int stages(const RowParams& p) {
     return kTellsInRing && p.splits > 1 ? kStages - 1 : kStages;
   }
-  // Of 16 dimensions, in the products with q: four to a 64-byte unit of narrow ones, two to one of wide ones.
-  static constexpr int kNarrowUnits = R::kNarrow / 64, kWideUnits = R::kWide / 32;
-  static constexpr int kPieces = R::kDims / 64;               // of q, 64 dimensions each
-  // Whose q is in registers; the rest is in shared memory. With more of it there, loads of packed rows' scores would come
-  // late, for want of registers.
-  static constexpr int kHeldSteps = kWarps == 8 ? 32 : R::kIsScaled ? 12 : 16, kHeldPieces = kHeldSteps / 4;
-  static constexpr int kQSlots = kWarps + (kWarps == 4 ? 4 - kHeldPieces : 0) + (kPieces > 8 ? 1 : 0);
-  // Scores of a warp over packed rows: sums over the dimensions that have one scale, four at a time, in so many rounds.
-  static constexpr int kTogether = R::kIsScaled ? 32 / kKeysWarp : 1;
-  static constexpr int kRounds = R::kIsScaled ? (R::kGroups + kTogether - 1) / kTogether : kNarrowUnits;
+
+  // In Q K^T four lanes read a slice of a key at once: 64 bytes, four k-steps of narrow dimensions or two of wide ones.
+  static constexpr int kNarrowSlices = R::kNarrow / 64, kWideSlices = R::kWide / 32;
+  // q is loaded in pieces of 64 dimensions, four k-steps.
+  static constexpr int kQPieces = R::kDims / 64;
+  // Fragments of q stay in registers for the first k-steps, and in shared memory for the others. With more of them in
+  // registers, packed rows had too few left to load rows ahead of their products.
+  static constexpr int kRegisterSteps = kGroupWarps == 8 ? 32 : R::kIsScaled ? 12 : 16;
+  static constexpr int kRegisterPieces = kRegisterSteps / 4;
+  // Places for pieces in shared memory: Scores::slot().
+  static constexpr int kQSlots = kGroupWarps + (kGroupWarps == 4 ? 4 - kRegisterPieces : 0) + (kQPieces > 8 ? 1 : 0);
+  // The tensor core starts four products in the time that one takes, so a warp has four independent sums: so many for
+  // each 8 of its keys.
+  static constexpr int kChains = 4 / (kWarpKeys / 8);
+  // Over packed rows these are sums over different scale groups, so many in each round. Other rows have one slice a
+  // round.
+  static constexpr int kRoundGroups = R::kIsScaled ? kChains : 1;
+  static constexpr int kRounds = R::kIsScaled ? (R::kGroups + kRoundGroups - 1) / kRoundGroups : kNarrowSlices;
+  static constexpr int kFloatScaleRounds = R::kScales == Scales::kUe8m0 ? kRounds : 1;
+  static constexpr int kPaddedGroups = R::kIsScaled ? (R::kGroups + 3) / 4 * 4 : 1;  // so that lanes have equal shares
+
   // In P V a warp has 64 or 128 dimensions of all keys, in runs that have one scale.
-  static constexpr int kDimsWarp = kDim / kWarps;
-  static constexpr int kRun = kWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
+  static constexpr int kWarpDims = kDim / kGroupWarps;
+  static constexpr int kRunDims = kGroupWarps == 4 && R::kNarrow && (!R::kIsScaled || R::kGroup == 128) ? 128 : 64;
   static constexpr int kTerms = R::kNarrow ? 1 : 2;  // of weights: BF16 ones come as high and low part
-  static constexpr bool kHasBoth = R::kNarrow && R::kHasWideValues;
-  // Of the 168 that 384 threads begin with.
-  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && kWarps == 4 ? 56 : 40;
+  static constexpr bool kHasMixedValues = R::kNarrow && R::kHasWideValues;
+
+  // The 168 that each of 384 threads begins with are shared out anew.
+  static constexpr int kProducerRegisters = FORMAT == RowFormat::kV4 && kGroupWarps == 4 ? 56 : 40;
   static constexpr int kConsumerRegisters = kProducerRegisters == 56 ? 224 : 232;
   static_assert(kProducerThreads * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= kThreads * 168,
                 "or else the warps that take registers wait for ever");
@@ -57,47 +73,49 @@ struct Shape : RowLayout<FORMAT> {
   // A row is cut into chunks of 16 bytes, and chunk c of row r lies at c ^ swizzle(r). Eight lanes that read one phase
   // of either product (two rows by four chunks for Q K^T, four rows by two chunks for P V) then hit all banks.
   static __device__ __forceinline__ int swizzle(int row) { return (((row >> 1) & 3) << 1) ^ ((row & 1) << 2); }
-  // Where chunk `c` of 128 bytes, of line `line`, of row `row8` + `row` is in a stage. `row8` is a multiple of 8, apart
-  // because swizzles repeat, and addresses of rows 8 apart then differ by constants.
+  // Where chunk `c` of line `line` of row `row8` + `row` is in a stage. `row8` is a multiple of 8: swizzles repeat
+  // after 8 rows, so that addresses of different `row8` differ by constants.
   static __device__ __forceinline__ int chunk_at(int row8, int row, int line, int c) {
     return (row8 + row) * R::kPitch + line * 128 + (c ^ swizzle(row)) * 16;
   }
-  // Column 2t + i of block 8 * eight of a warp's dimensions; the seven blocks after it hold the next ones.
+  // A thread has columns 2t and 2t + 1 of each block of 8 columns of outputs. Dimensions are dealt to columns so that
+  // column 2t + i of blocks 8 * eight to 8 * eight + 7 has 8 neighbouring ones, of which this is the first.
   static __device__ __forceinline__ int first_dim(int warp, int t, int i, int eight) {
-    return warp * kDimsWarp + (2 * t + i) * (kRun / 8) + eight * (kRun == 128 ? 8 : 64);
+    return warp * kWarpDims + (2 * t + i) * (kRunDims / 8) + eight * (kRunDims == 128 ? 8 : 64);
   }
 };
 
-// Weights of a stage's keys, as A fragments of 16 keys.
+// Weights of a stage's keys, and what belongs to them.
 template <typename S>
 struct Weights {
-  uint4 term[S::kTerms][S::kKeys / 16][32];
-  alignas(16) __half ratio[S::kRatios][S::kKeys];  // of a scale to its row's power
+  uint4 term[S::kTerms][S::kKeys / 16][32];              // A fragments of 16 keys
+  alignas(16) __half ratio[S::kPaddedGroups][S::kKeys];  // of each scale to its row's power, at ratio_at()
   alignas(16) RowPower power[S::kIsScaled ? S::kKeys : 1];
 
-  // Of a key's ratio: those that a thread multiplies with, 2t and 2t + 1 of every eight, lie one after another.
-  static __device__ __forceinline__ int place_of(int key) {
+  // A thread multiplies with the ratios of keys 2t and 2t + 1 of every eight. These lie one after another.
+  static __device__ __forceinline__ int ratio_at(int key) {
     return key % 8 / 2 * (S::kKeys / 4) + key / 8 * 2 + key % 2;
   }
 };
 
+// Of a group.
 template <typename S>
 struct alignas(128) SharedStorage {
   uint8_t rows[S::kStages][S::kKeys * S::kPitch];
-  uint4 q[S::kQSlots * 4][32];  // on its way into fragments, and those that stay here
+  uint4 q[S::kQSlots * 4][32];  // fragments, on their way into registers or to stay
   Weights<S> weights[2];
-  uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];
-  // Exponents as float32, as scores need them.
-  alignas(16) float key_scales[S::kWarps][S::kScales == Scales::kUe8m0 ? S::kRounds : 1][S::kKeysWarp][S::kTogether];
+  uint8_t scales[S::kStages][S::kIsScaled ? S::kKeys * S::kScaleBytes : 16];  // as they come
+  // UE8M0 scales as float32, by which scores are multiplied.
+  alignas(16) float float_scales[S::kGroupWarps][S::kFloatScaleRounds][S::kWarpKeys][S::kRoundGroups];
   float bias[S::kStages][S::kKeys];  // 0, or -inf for a missing row
-  float row_max[kHeads][S::kGroupThreads / 32];
-  float row_largest[kHeads][S::kGroupThreads / 32];
+  float row_max[kHeads][S::kGroupWarps];  // of each warp; at an item's end, sums
+  float row_largest[kHeads][S::kGroupWarps];
   float row_stat[3][kHeads];  // maximum, sum, largest score
-  uint32_t largest_q[kHeads][S::kPieces];
+  uint32_t largest_q[kHeads][S::kQPieces];
   float q_scale[kHeads];
   float sinks[kHeads], bmm2;
   alignas(8) uint64_t full[S::kStages];
-  uint64_t empty[S::kStages][S::kParts];
+  uint64_t empty[S::kStages][S::kStageParts];
   int turns[kMostTurns];  // of the block; only in its first group's
 };
 

@@ -3,9 +3,12 @@
 // As in sparse_mla_wgmma.cu a block takes 32 heads of one token after another, with rows on M and heads on N of wgmma:
 // scores are S^T = K Q^T, outputs O^T = V^T P^T. Each warpgroup has one role: one fetches rows into a ring and finds
 // the power of two that each is divided by; one computes scores and weights of a tile of 64 keys; two add it to the
-// outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16 and
-// are multiplied by the ratio of their scale to the row's power: no widened row is ever stored.
-// Few tokens: up to eight blocks that share a token's keys form a cluster, and each tells the others its outputs.
+// outputs, each for half of the dimensions. Both products take rows from registers, where E4M3 values become fp16. No
+// widened row is ever stored. Values are multiplied there by the ratio of their scale to the row's power, and so are
+// keys of 584 bytes; scores of 656-byte rows are multiplied by the scales instead.
+//
+// Split-KV, for few tokens: up to eight blocks that share a token's keys form a cluster, and push their partial outputs
+// to each other.
 
 #include "wgmma_rows_fetch.cuh"
 #include "wgmma_rows_scores.cuh"
@@ -17,58 +20,60 @@ namespace wgmma_rows {
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states;
   using Base::empty, Base::ready, Base::used, Base::q_full, Base::turns, Base::head0, Base::write_outputs, Base::told;
   using Base::wait_full;
-  using typename Base::Slot;
+  using typename Base::Position;
   using L = Layout<FORMAT>;
   static constexpr int kN = kHeads;
 
   // The first of the 8 dimensions of this thread: rows g and g + 8 of its warp's part of four M = 64 blocks.
   __device__ __forceinline__ int dim0() const { return warp * 64 + lane / 4 * 8; }
 
+  // Waits for a tile's weights, and corrects the outputs if the maximum was raised for them.
   __device__ __forceinline__ void wait_weights(float (&acc)[4][kN / 2], uint32_t tile) const {
     const int t = lane % 4, buffer = tile % 2;
     barrier_wait(ready(buffer), tile / 2 & 1);
-    if (states()[buffer])  // the maximum was raised
+    if (states()[buffer])
       wgmma::correct<1>(acc, floats(L::kCorrection) + buffer * kN, t);
   }
 
-  // O^T += V^T P^T of a tile's 64 keys.
-  __device__ __forceinline__ void outputs(float (&acc)[4][kN / 2], uint32_t tile, const Slot& first) const {
+  // O^T += V^T P^T of a tile's 64 keys, whose halves are in two slots of the ring. A k-step is 16 keys, of which a
+  // thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each of them 8 dimensions. These are narrow but in the last warp,
+  // whose dimensions are the wide part if that has values.
+  __device__ __forceinline__ void outputs(float (&acc)[4][kN / 2], uint32_t tile, const Position& first) const {
     const uint64_t b = descriptor(base + L::kWeights + tile % 2 * L::kWeightBytes);
-    // A step is 16 keys, of which a thread has 2t, 2t + 1, 2t + 8 and 2t + 9, and of each 8 dimensions: narrow ones, or
-    // in the last warp, where they are values, wide ones.
     const int t = lane % 4;
     const bool is_wide = L::kHasWideValues && warp == kDim / 64 - 1;
     const int line = (is_wide ? L::kWideLine : warp / 2) * 1024;
     const int chunk = is_wide ? lane / 4 : warp % 2 * 4 + lane / 8, within = is_wide ? 0 : lane / 4 % 2 * 8;
     const int even_row = line + swizzled(2 * t, chunk) + within, odd_row = line + swizzled(2 * t + 1, chunk) + within;
-    const int group = is_wide ? 0 : warp * 64 / L::kGroup;
+    const int scale_group = is_wide ? 0 : warp * 64 / L::kGroup;
     uint32_t a[2][4][4], raw[4][L::kHasWideValues ? 4 : 2], ratios[2];
-    const Slot second = first.next();
+    const Position second = first.next();
     const auto read = [&](int step) {
-      const Slot& at = step < 2 ? first : second;
-      const uint32_t slot = at.slot;
-      if (step % 2 == 0) wait_full(at);
+      const Position& half = step < 2 ? first : second;
+      const uint32_t slot = half.slot;
+      if (step % 2 == 0) wait_full(half);
       const uint8_t* const rows = smem + L::kRing + slot * L::kSlotBytes + step % 2 * 2 * L::kGroupBytes;
       const auto row = [&](int k) { return rows + k / 2 * L::kGroupBytes + (k % 2 ? odd_row : even_row); };
-      if constexpr (L::kHasWideValues)
+      if constexpr (L::kHasWideValues) {
         if (is_wide) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) read_words(raw[k], row(k));
           return;
         }
+      }
 #pragma unroll
       for (int k = 0; k < 4; ++k) read_words(reinterpret_cast<uint32_t(&)[2]>(raw[k]), row(k));
 #pragma unroll
       for (int k = 0; k < 2; ++k)
         ratios[k] = *reinterpret_cast<const uint32_t*>(
-            smem + L::kRatios + ((slot * L::kGroups + group) * 32 + step % 2 * 16 + k * 8 + 2 * t) * 2);
+            smem + L::kRatios + ((slot * L::kGroups + scale_group) * 32 + step % 2 * 16 + k * 8 + 2 * t) * 2);
     };
-    // Two keys of one dimension to a register.
-    const auto to_operand = [&](uint32_t (&to)[4][4]) {
-      if constexpr (L::kHasWideValues)
+    // A fragments of four M = 64 blocks. A register has one dimension of two keys, so this interleaves two rows.
+    const auto to_fragments = [&](uint32_t (&to)[4][4]) {
+      if constexpr (L::kHasWideValues) {
         if (is_wide) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
@@ -78,6 +83,7 @@ struct Outputs : Storage<FORMAT> {
           }
           return;
         }
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int m = i % 4, k = i / 4;
@@ -85,8 +91,9 @@ struct Outputs : Storage<FORMAT> {
         to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
       }
     };
+    // A step's fragments are made while products of the step before go on; the first step's, before there are weights.
     read(0);
-    to_operand(a[0]);
+    to_fragments(a[0]);
     wait_weights(acc, tile);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -97,20 +104,21 @@ struct Outputs : Storage<FORMAT> {
       products_commit();
       if (step < 3) {
         read(step + 1);
-        products_wait<1>();
-        to_operand(a[step & 1 ^ 1]);
+        products_wait<1>();  // fragments of the step before are free
+        to_fragments(a[step & 1 ^ 1]);
       }
     }
     products_wait<0>();
   }
 
-  __device__ __forceinline__ void multiply() const {
+  // What these two warpgroups do.
+  __device__ __forceinline__ void accumulate_items() const {
     uint32_t tile = 0;
-    Slot slot;
+    Position position;
     KeyLengths lengths(p, turns[0]);
     {
       // The first item's q is loaded here, because there is nothing else to do yet.
-      PartOfQ<FORMAT, 8> q;
+      PartOfQ<FORMAT, kOutputThreads / 32> q;
       q.load(p, Item(p, turns[0], lengths).token, head0(turns[0]), warp, lane);
       q.store(p, warp, lane, smem + L::kQ, floats(L::kScale));
       barrier_arrive(q_full(0));
@@ -119,8 +127,8 @@ struct Outputs : Storage<FORMAT> {
       const Item item(p, i, lengths);
       lengths = KeyLengths(p, turns[turn + 1]);
       float acc[4][kN / 2] = {};
-      for (int left = item.tiles; left > 0; --left, ++tile, slot = slot.next(2)) {
-        outputs(acc, tile, slot);
+      for (int left = item.tiles; left > 0; --left, ++tile, position = position.next(2)) {
+        outputs(acc, tile, position);
         if (left > 1) barrier_arrive(used(tile % 2));
       }
       if (p.splits > 1) {
@@ -135,9 +143,9 @@ struct Outputs : Storage<FORMAT> {
     }
   }
 
-  // ---------------------------------------------------------------- splits are the blocks of a cluster
-  // Each writes a share of the outputs. Neighbouring heads of a warp have runs of 8 dimensions in another order, so
-  // that they lie in different banks.
+  // Split-KV: each block of a cluster has a share of the keys, and writes a share of the outputs. It pushes the units
+  // of its partial outputs, the dimensions of a warp for one head, to those who write them. Neighbouring heads have a
+  // unit's runs of 8 dimensions in different orders, so that they are written to different banks.
   __device__ __forceinline__ void push_and_merge(const float (&acc)[4][kN / 2], int item, int64_t token) const {
     static_assert(Told::kUnitsHead * 32 == kOutputThreads, "a unit is the dimensions of a warp");
     const int g = lane / 4, t = lane % 4, block = p.share_of(item);
@@ -175,7 +183,8 @@ struct Outputs : Storage<FORMAT> {
   }
 };
 
-template <RowFormat FORMAT, bool FIRST>
+// EVICT_FIRST: rows leave the L2 cache first.
+template <RowFormat FORMAT, bool EVICT_FIRST>
 __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(const __grid_constant__ RowParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   using L = Layout<FORMAT>;
@@ -199,14 +208,14 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_wgmma_rows_kernel(cons
     __syncthreads();
   if (warp >= 12) {
     give_registers<L::kFetchRegisters>();
-    Fetch<FORMAT>{block()}.template fetch<FIRST>();
-    if (p.splits > 1) cluster_wait();  // as the others do
+    Fetch<FORMAT>{block()}.template fetch<EVICT_FIRST>();
+    if (p.splits > 1) cluster_wait();  // all threads of a cluster must
   } else if (warp >= 8) {
     take_registers<L::kScoreRegisters>();
-    Scores<FORMAT>{block()}.weigh();
+    Scores<FORMAT>{block()}.score_items();
   } else {
     take_registers<L::kOutputRegisters>();
-    Outputs<FORMAT>{block()}.multiply();
+    Outputs<FORMAT>{block()}.accumulate_items();
   }
 #endif
 }
@@ -215,11 +224,11 @@ template <RowFormat FORMAT>
 cudaError_t launch(const SparseMlaRows& call, int splits, int sms, cudaStream_t stream) {
   const RowParams p(call, kHeads, splits);
   const int blocks = splits > 1 ? p.items : min(p.items, sms);
-  const auto with = [&](auto first) {
-    return launch_kernel<sparse_mla_wgmma_rows_kernel<FORMAT, decltype(first)::value>>(
+  const auto launch_with = [&](auto evict_first) {
+    return launch_kernel<sparse_mla_wgmma_rows_kernel<FORMAT, decltype(evict_first)::value>>(
         p, blocks, kThreads, Layout<FORMAT>::kTotal, splits, stream);
   };
-  return call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+  return call.keep_outputs ? launch_with(std::true_type()) : launch_with(std::false_type());
 }
 
 template <RowFormat FORMAT>

@@ -1,4 +1,4 @@
-// What a block of sparse_mla_wgmma_rows.cu works on and with: shared memory, and q on its way into it.
+// What the warpgroups of sparse_mla_wgmma_rows.cu share: shared memory, and how q gets there.
 #pragma once
 
 #include "cluster_merge.cuh"
@@ -30,27 +30,28 @@ __device__ __forceinline__ void bf16_product(float (&d)[16], const uint32_t (&a)
                : MLA_F16(d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
 }
-// Of two values, fp16.
+// Products of two pairs of fp16.
 __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
   const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
   return reinterpret_cast<const uint32_t&>(r);
 }
 
-// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32: of
-// E4M3, which is below 2^9, with such a largest scale. Within 2^100: see row_power().
+// The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32. The
+// values are E4M3, which is below 2^9, with scales of `largest_scale` at most. Within 2^100: see row_power().
 __device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
   return min(max(static_cast<int>(largest_scale >> 23) + 1 + 9 - 15, 127 - 100), 127 + 100);
 }
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
-// A slot of a ring, and the parity of the phase in which it is full. Each follows from the one before: a remainder of the
-// number of slots is a chain of ten uniform instructions, for which a warp waits as often as it asks.
+// Where a consumer is in a ring: a slot, and the parity of the phase that ends when it is full. A position follows from
+// the one before, because a remainder of the number of slots would be a chain of ten uniform instructions, for which a
+// warp waits every time.
 template <int SLOTS>
-struct Place {
+struct RingPosition {
   uint32_t slot = 0, parity = 0;
-  __device__ __forceinline__ Place next(uint32_t by = 1) const {
+  __device__ __forceinline__ RingPosition next(uint32_t by = 1) const {
     const uint32_t at = slot + by;
-    return at < SLOTS ? Place{at, parity} : Place{at - SLOTS, parity ^ 1};
+    return at < SLOTS ? RingPosition{at, parity} : RingPosition{at - SLOTS, parity ^ 1};
   }
 };
 
@@ -68,8 +69,8 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kQBytes = kHeads * R::kDims * 2, kWeightBytes = kHeads * kTile * 2;
   static constexpr int kWeights = 0;                            // [2]
   static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
-  // [slots][32 rows][16 bytes]: scales as they come. Of UE8M0 ones then, fp16, their ratios to the row's power of two,
-  // of which the last two bytes have the exponent.
+  // [slots][32 rows][16 bytes]: scales as they come. UE8M0 ones are then replaced by their ratios to the row's power of
+  // two, fp16, and by the exponent of that in the last two bytes.
   static constexpr int kOfRows = kRing + kSlots * kSlotBytes;
   static constexpr int kRatios = kOfRows + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
   static constexpr int kScale = kRatios + kSlots * R::kGroups * 32 * 2;  // [items, even and odd][kHeads]
@@ -82,7 +83,8 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kTurns = kThere + kSlots * 4;
   static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
   static constexpr int kQ = (kBarriers + (2 * kSlots + 8) * 8 + 1023) / 1024 * 1024;  // [items, even and odd]
-  // In place of a second item, which blocks that share keys have not: they are told it while they work on the first.
+  // In place of the second item's q: a block that shares keys has one item, and is told the others' outputs while it
+  // works on that.
   static constexpr int kTold = kQ + kQBytes;
   static constexpr int kTotal = kTold + (kQBytes > sizeof(Told) ? kQBytes : sizeof(Told));
   static_assert(R::kPitch == 640 && R::kWide == 64, "the wide part is one line of 128 bytes, after four");
@@ -95,15 +97,16 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   using L = Layout<FORMAT>;
   using Base = wgmma::Pipeline<RowParams, L>;
   using Base::p, Base::lane;
-  using Slot = Place<L::kSlots>;
+  using Position = RingPosition<L::kSlots>;
   const Turns turns;
 
-  __device__ __forceinline__ void wait_full(const Slot& at) const { barrier_wait(Base::full(at.slot), at.parity); }
+  __device__ __forceinline__ void wait_full(const Position& at) const { barrier_wait(Base::full(at.slot), at.parity); }
 
   __device__ __forceinline__ int head0(int item) const {
     return p.head_blocks == 1 ? 0 : item / p.splits % p.head_blocks * kHeads;
   }
-  // What follows from it is found again, and not kept in registers, which are few.
+  // The lane, but as the compiler does not know it: what follows from it is computed again instead of being kept in
+  // registers, which are few.
   __device__ __forceinline__ int lane_again() const {
     int again = lane;
     asm volatile("" : "+r"(again));
@@ -116,13 +119,13 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   }
 };
 
-// The heads of q that a warp, of WARPS, brings into shared memory as B operand: 512 dimensions fp16, those of keys
-// alone BF16. A row is divided by a power of two, which goes back in with the softmax scale.
+// The heads of q that one of WARPS warps brings into shared memory as B operand: 512 dimensions as fp16, the tail
+// (dimensions of keys alone) as BF16. A row is divided by a power of two, which goes back in with the softmax scale.
 template <RowFormat FORMAT, int WARPS>
 struct PartOfQ {
   using L = Layout<FORMAT>;
   static constexpr int kRows = kHeads / WARPS;
-  uint4 raw[kRows][2], tail;  // 16 dimensions of each; 8 of those of keys alone, of row lane / 8
+  uint4 raw[kRows][2], tail;  // a lane has 16 dimensions of each row, and 8 of the tail of row lane / 8
 
   __device__ __forceinline__ void load(const RowParams& p, int64_t token, int head0, int warp, int lane) {
     const __nv_bfloat16* const q =
