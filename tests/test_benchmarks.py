@@ -396,6 +396,30 @@ def test_calls_of_mla_kernels_sparse_are_counted(monkeypatch):
     assert drop_in_calls.DropInCalls().drop_in_calls() == {"flash_mla_sparse_fwd": 1}
 
 
+@pytest.mark.parametrize(
+    "warmup, eager, asked",
+    [({"kernel_config": {}}, False, ["watch_compilation"]), ({"kernel_config": {}}, True, []), ({}, False, [])],
+)
+def test_compilation_is_watched_without_vllms_warm_up(tmp_path, monkeypatch, warmup, eager, asked):
+    """vLLM 0.33.0 does so only after its JIT warm-up, which is left out."""
+    checkpoint(tmp_path, model_type="deepseek_v4")
+    called = []
+
+    def engine(**arguments):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=arguments["enforce_eager"]),
+            compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+        )
+        return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=called.append)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
+    monkeypatch.setattr(run, "import_flashinfer", lambda: None)
+    monkeypatch.setattr(run, "compiled_when_used", lambda: warmup)
+    Run({"model": str(tmp_path), "backend": "fp8", "vocab": 500, "out": str(tmp_path / "o")}).start(enforce_eager=eager)
+    assert called == asked
+
+
 def test_the_reference_serves_and_is_counted(monkeypatch):
     flash_mla = SimpleNamespace(pick_provider=lambda device: "sm90")
     kernels = SimpleNamespace(flash_mla=flash_mla)

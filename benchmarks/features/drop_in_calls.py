@@ -38,5 +38,11 @@ class DropInCalls:
     def drop_in_calls(self) -> dict[str, int]:
         return dict(calls)
 
+    def watch_compilation(self) -> None:
+        """Log what is compiled from now on, as vLLM 0.33.0 does after its own JIT warm-up, and without it does not."""
+        from vllm.utils.jit_monitor import activate
+
+        activate()
+
 
 watch()  # vLLM imports this before it makes layers and captures graphs

@@ -30,7 +30,7 @@ def collect(name: str, job: dict[str, Any], log_file: Path, status: Any, seconds
     text = log_file.read_text(errors="replace")
     compiled = set(re.findall(r"JIT compilation during inference: (\w+)", text))
     monitored = "Kernel JIT monitor activated" in text
-    # 0.33.0 starts it in eager runs no longer.
+    # Eager runs on 0.33.0 have none.
     if monitored or result["measured"].get("cudagraph_mode") != "NONE":
         result["checks"]["no kernel of ours compiled after warm-up"] = {
             "passed": monitored and not compiled & our_kernels(),

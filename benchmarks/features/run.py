@@ -145,6 +145,8 @@ class Run:
         log(f"LLM({arguments})")
         self.llm = LLM(**arguments)
         config = self.llm.llm_engine.vllm_config
+        if compiled_when_used() and not config.model_config.enforce_eager:  # eager runs compile after the start
+            self.llm.collective_rpc("watch_compilation")
         self.save(
             seconds_start=round(time.perf_counter() - begin, 1),
             cudagraph_mode=str(config.compilation_config.cudagraph_mode),
@@ -261,14 +263,13 @@ def engine_arguments(job: dict[str, Any], **changes: Any) -> dict[str, Any]:
         max_logprobs=TOP,
         logprobs_mode="raw_logprobs",
         seed=0,
+        worker_extension_cls="features.drop_in_calls.DropInCalls",
     )
     config = model_settings(Path(job["model"]))
     if is_v41(config) or has_images(config):
         plain["language_model_only"] = True
     if not is_v41(config):  # there blocks are of 64 tokens: vLLM's choice on Hopper
         plain["block_size"] = 64 if has_sparse_mla(config) else 256
-    if job["backend"] in ENVIRONMENT:
-        plain["worker_extension_cls"] = "features.drop_in_calls.DropInCalls"
     return plain | BACKENDS[job["backend"]] | changes
 
 
