@@ -280,22 +280,25 @@ def models_v32() -> str:
 
 
 def layouts() -> str:
-    """Quantised checkpoints, tokens a second over DeepSeek's own of the same release; GiB of weights."""
+    """Quantised checkpoints: tokens a second over DeepSeek's own of the same release, GiB of weights."""
+
+    def speeds_of(run: dict[str, Any]) -> list[float]:
+        decode = [run["decode"][n]["tokens_per_second"] for n in ("1", "16")]
+        return [*decode, max(run["prefill"]["all"])]  # the processor slows prefill, at times more, at times less
+
     rows = []
     for layout, title in LAYOUTS.items():
         cells = []
         for release in ("", "_0.33.0"):
-            own, run = (load(f"throughput_layout_{of}_h200{release}")["runs"]["drop_in"] for of in ("none", layout))
-            for calls, first in (
-                *((run["decode"][n]["tokens_per_second"], own["decode"][n]["tokens_per_second"]) for n in ("1", "16")),
-                (max(run["prefill"]["all"]), max(own["prefill"]["all"])),  # what hinders the processor slows the others
-            ):
-                cells.append(f"{calls:.0f}" if run is own else f"{calls / first:.2f}")
+            files = (f"throughput_layout_{of}_h200{release}" for of in ("none", layout))
+            own, run = (load(file)["runs"]["drop_in"] for file in files)
+            pairs = zip(speeds_of(run), speeds_of(own), strict=True)
+            cells += [f"{speed:.0f}" if run is own else f"{speed / first:.2f}" for speed, first in pairs]
             loaded = next(match[1] for line in run["vllm_reports"] if (match := LOADED.search(line)))
             cells.append(f"{float(loaded):.1f}")
         rows.append([title, *cells])
-    head = [f"{release}: {of}" for release in ("0.22.1", "0.33.0")
-            for of in ("decode, 1 request", "16", "prefill", "GiB")]  # fmt: skip
+    columns = ("decode, 1 request", "16", "prefill", "GiB")
+    head = [f"{release}: {column}" for release in ("0.22.1", "0.33.0") for column in columns]
     return markdown(["layout", *head], rows)
 
 
@@ -325,22 +328,24 @@ def serving_experts() -> str:
 
 def serving_steady() -> str:
     """Three times as many prompts as run at once, each as another ends; both with steps of 16384 tokens."""
+    stock, ours = (next(iter(load(name)["runs"].values()))["concurrency"] for name in STEADY)
     rows = []
-    runs = {key.lower(): run["concurrency"] for name in STEADY for key, run in load(name)["runs"].items()}
-    for case, stock in runs["flashmla"].items():
-        for store, of in runs.items():
-            run, every = of[case], [repeat["output_throughput"] for repeat in of[case]["repeats"]]
+    for case, first in stock.items():
+        for name, run in (("FlashMLA", first), ("drop-in, `small-kernels`, `fp8-experts`", ours[case])):
+            every = span((repeat["output_throughput"] for repeat in run["repeats"]), ".0f")
             rows.append([
                 f"{run['case']['input_len']}/{run['case']['output_len']}",
-                "FlashMLA" if run is stock else "drop-in, `small-kernels`, `fp8-experts`",
-                f"{run['output_throughput']:.0f} ({span(every, '.0f')})",
-                f"{run['output_throughput'] / stock['output_throughput']:.2f}",
-                f"{run['output_per_gpu']:.0f}", f"{run['output_per_user']:.0f}", f"{run['mean_ttft_ms'] / 1e3:.2f}",
-                f"{run['median_itl_ms']:.1f}", f"{run['request_goodput']:.2f}",
+                name,
+                f"{run['output_throughput']:.0f} ({every})",
+                f"{run['output_throughput'] / first['output_throughput']:.2f}",
+                f"{run['output_per_gpu']:.0f}",
+                f"{run['output_per_user']:.0f}",
+                f"{run['mean_ttft_ms'] / 1e3:.2f}",
+                f"{run['median_itl_ms']:.1f}",
+                f"{run['request_goodput']:.2f}",
             ])  # fmt: skip
-    head = ["tokens in/out", "", "output tokens/s", "over FlashMLA", "a GPU of four", "a user", "TTFT, s", "ITL, ms",
-            "goodput, requests/s"]  # fmt: skip
-    return markdown(head, rows)
+    speeds = ["output tokens/s", "over FlashMLA", "a GPU of four", "a user"]
+    return markdown(["tokens in/out", "", *speeds, "TTFT, s", "ITL, ms", "goodput, requests/s"], rows)
 
 
 def small_costs() -> str:

@@ -416,7 +416,8 @@ def test_compilation_is_watched_without_vllms_warm_up(tmp_path, monkeypatch, war
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
     monkeypatch.setattr(run, "import_flashinfer", lambda: None)
     monkeypatch.setattr(run, "compiled_when_used", lambda: warmup)
-    Run({"model": str(tmp_path), "backend": "fp8", "vocab": 500, "out": str(tmp_path / "o")}).start(enforce_eager=eager)
+    job = {"model": str(tmp_path), "backend": "fp8", "vocab": 500, "out": str(tmp_path / "out.json")}
+    Run(job).start(enforce_eager=eager)
     assert called == asked
 
 

@@ -39,7 +39,7 @@ class DropInCalls:
         return dict(calls)
 
     def watch_compilation(self) -> None:
-        """Log what is compiled from now on, as vLLM 0.33.0 does after its own JIT warm-up, and without it does not."""
+        """Log what is compiled from now on. vLLM 0.33.0 does so itself, but only after a JIT warm-up."""
         from vllm.utils.jit_monitor import activate
 
         activate()
