@@ -4,9 +4,9 @@
     pip install -r benchmarks/requirements.txt
     python benchmarks/charts.py
 
-Reads benchmarks/results, writes docs/attention_speedup.svg, docs/serving.svg and docs/decode_step.svg: the same
-bytes for the same results and the same matplotlib. Bars are medians, lines on them the least and most that the
-results leave open. What was measured while kernels were compiled is left out.
+Reads benchmarks/results, writes docs/attention_speedup.svg, docs/serving.svg, docs/serving_users.svg and
+docs/decode_step.svg: the same bytes for the same results and the same matplotlib. Bars are medians, lines on them
+the least and most that the results leave open. What was measured while kernels were compiled has no bar.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ STEPS = {
     "stock vLLM": ("serve_share8_h200", "FlashMLA"),
     "drop-in and small-kernels": ("serve_share8_h200", "FP8Experts"),
 }
+# Loads that serve.py measured of FlashMLA, and of all that is faster: label, a word of the files' names, case.
+LOADS = [
+    ("16 at once, 8192 tokens in, 256 out", "burst", "16"),
+    ("64 at once, 8192 in, 256 out", "burst", "64"),
+    ("16 in a steady load, 8192 in, 1024 out", "steady", "8192/1024 steady 16"),
+    ("16 in a steady load, 1024 in, 1024 out", "steady", "1024/1024 steady 16"),
+]
+LOAD_FILES = {"burst": ("burst_stock", "burst_fp8_16k"), "steady": ("steady_stock", "steady_fp8")}
 Bar = tuple[float, float, float]  # median, least, most
 
 
@@ -88,6 +96,17 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
                     of_run = bars.setdefault(machine, {}).setdefault(key, {}).setdefault(run, {})
                     of_run[int(count)] = bar
     return bars
+
+
+def users(results: Path) -> dict[str, list[tuple[float, float]]]:
+    """Of LOADS, FlashMLA's and ours: tokens a second of a user after the first token, and of a GPU."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for label, load, case in LOADS:
+        for name in LOAD_FILES[load]:
+            (run,) = json.loads((results / f"serve_share_{name}_h200.json").read_text("utf-8"))["runs"].values()
+            row = run["concurrency"][case]
+            found.setdefault(label, []).append((row["output_per_user"], row["output_per_gpu"]))
+    return found
 
 
 def step_kinds(results: Path) -> dict[str, dict[str, tuple[float, float]]]:
@@ -162,6 +181,19 @@ def draw(results: Path, docs: Path) -> list[Path]:
     figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
     figure.savefig(docs / "serving.svg", metadata={"Date": None})
 
+    figure, panel = pyplot.subplots(figsize=(7.5, 4.6), layout="constrained")
+    for label, (stock, ours) in users(results).items():
+        (line,) = panel.plot(*zip(stock, ours, strict=True), linewidth=1, label=label)
+        panel.plot(*stock, "o", color=line.get_color(), fillstyle="none")
+        panel.plot(*ours, "o", color=line.get_color())
+    title = "Open: FlashMLA; filled: drop-in, small-kernels and experts in FP8\n(one of four GPUs' share)"
+    panel.set(xlabel="tokens a second of a user", ylabel="tokens a second of a GPU")
+    panel.set(xlim=(0, None), ylim=(0, None))
+    panel.set_title(title, fontsize=10)
+    panel.legend(loc="lower right", fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(docs / "serving_users.svg", metadata={"Date": None})
+
     figure, panel = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
     for number, (title, kinds) in enumerate(step_kinds(results).items()):
         names, (times, launches) = list(kinds)[::-1], zip(*list(kinds.values())[::-1], strict=True)
@@ -171,12 +203,12 @@ def draw(results: Path, docs: Path) -> list[Path]:
         panel.bar_label(bars, labels, fontsize=7, padding=3)
     panel.set_yticks(range(len(names)), names)
     panel.legend(loc="lower right")
-    title = "Kernels of a decode step of 16 requests, one of four GPUs' share of V4-Flash's shape"
+    title = "Kernels of a decode step of 16 requests, one of eight GPUs' share of V4-Flash's shape"
     panel.set(title=title, xlabel="µs")
     panel.margins(x=0.2)  # for the labels
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(docs / "decode_step.svg", metadata={"Date": None})
-    return [docs / f"{name}.svg" for name in ("attention_speedup", "serving", "decode_step")]
+    return [docs / f"{name}.svg" for name in ("attention_speedup", "serving", "serving_users", "decode_step")]
 
 
 def main() -> None:

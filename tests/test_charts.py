@@ -87,3 +87,10 @@ def test_committed_results_have_one_row_of_a_call():
     assert all(list(of) == [label for *_, label in charts.ATTENTION] for of in bars.values())
     assert all(len(by_heads) == 5 for of in bars.values() for phase, by_heads in of.items() if "decode" in phase)
     assert {len(by_heads) for cache in ("fp8", "bf16") for by_heads in bars[cache].values()} == {5}
+
+
+def test_users_of_the_committed_results():
+    """Both servers of each load that is drawn."""
+    found = charts.users(ROOT / "benchmarks/results")
+    assert list(found) == [label for label, *_ in charts.LOADS]
+    assert all(len(points) == 2 and min(map(min, points)) > 0 for points in found.values())
