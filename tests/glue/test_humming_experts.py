@@ -1,6 +1,6 @@
 """The series humming-experts: V4-Flash's experts through vLLM's classes and humming-kernels' own, on a CPU.
 
-The kernels have not run: see docs/choosing.md.
+The kernels do not run here; what ran on a GPU: docs/choosing.md.
 """
 
 import json
