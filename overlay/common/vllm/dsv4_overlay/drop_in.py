@@ -45,8 +45,8 @@ _CHECKED_HEADS = (8, 32, 128)
 _CHECKED_ROWS = ("v4", "v32", "bf16", "bf16-576")
 _MARK = "_dsv4_drop_in"
 # Up to so many heads of q, `prefill` takes no longer than gathering rows, widening them
-# to BF16 and attention over those: measured on an H200 as 1.4 to 1.6 times as fast with
-# 8 and 16, 1.06 to 1.23 times with 32, and 0.78 to 0.89 times with more
+# to BF16 and attention over those: measured on an H200 as 1.6 to 1.7 times as fast with
+# 8 and 16, 1.07 to 1.10 times with 32, and 0.83 to 0.87 times with more
 # (benchmarks/results/stock_rows_h200.json).
 _PREFILL_HEADS = 32
 # Of one index table of `prefill`. Memory is measured as stock vLLM does it, without
