@@ -23,10 +23,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
 __device__ __forceinline__ void unpack(uint32_t (&r)[4], const uint4& x) {
   r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
 }
-__device__ __forceinline__ uint32_t scaled_half(uint32_t x, uint32_t by) {
-  const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
-  return reinterpret_cast<const uint32_t&>(r);
-}
 // Byte `i` of a word of UE8M0 scales, as float32. 2^-127, which float32 has only as a subnormal number, becomes 0.
 __device__ __forceinline__ float ue8m0_to_float(uint32_t scales, int i) {
   return __uint_as_float((i < 3 ? scales << 23 - 8 * i : scales >> 1) & 0x7F800000);

@@ -168,7 +168,7 @@ struct Values : Scores<FORMAT, BLOCK> {
     unpack(a, weights.term[0][k][lane]);
     if constexpr (S::kIsScaled) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = scaled_half(a[i], ratios[k * 2 + i / 2]);
+      for (int i = 0; i < 4; ++i) a[i] = times_half(a[i], ratios[k * 2 + i / 2]);
     }
 #pragma unroll
     for (int j = 0; j < kRunBlocks; ++j) multiply<true>(acc[run * kRunBlocks + j], a, b[j][0], b[j][1]);

@@ -89,6 +89,11 @@ __device__ __forceinline__ uint32_t half_to_bf16(uint32_t v) {
   const __nv_bfloat162 r = __float22bfloat162_rn(__half22float2(reinterpret_cast<const __half2&>(v)));
   return reinterpret_cast<const uint32_t&>(r);
 }
+// Products of two pairs of fp16.
+__device__ __forceinline__ uint32_t times_half(uint32_t x, uint32_t by) {
+  const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
+  return reinterpret_cast<const uint32_t&>(r);
+}
 __device__ __forceinline__ uint32_t pack_half(float x, float y) {
   const __half2 r = __floats2half2_rn(x, y);
   return reinterpret_cast<const uint32_t&>(r);

@@ -96,18 +96,14 @@ struct Outputs : Storage<FORMAT> {
             const uint2 x = fill.rows[k];
             const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
             *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
-                make_uint4(times(e4m3_low(x.x), by), times(e4m3_high(x.x), by), times(e4m3_low(x.y), by),
-                           times(e4m3_high(x.y), by));
+                make_uint4(times_half(e4m3_low(x.x), by), times_half(e4m3_high(x.x), by),
+                           times_half(e4m3_low(x.y), by), times_half(e4m3_high(x.y), by));
           }
         if (quarter == 3) fence_async(), barrier_arrive(full(slot));
       }
       barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
       if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
     }
-  }
-  static __device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
-    const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
-    return reinterpret_cast<const uint32_t&>(r);
   }
   __device__ __forceinline__ void take_and_put(Fill& fill) const {
 #pragma unroll

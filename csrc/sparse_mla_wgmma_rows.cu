@@ -88,7 +88,8 @@ struct Outputs : Storage<FORMAT> {
       for (int i = 0; i < 8; ++i) {
         const int m = i % 4, k = i / 4;
         const uint32_t pairs = __byte_perm(raw[2 * k][m / 2], raw[2 * k + 1][m / 2], m % 2 ? 0x7362 : 0x5140);
-        to[m][2 * k] = times(e4m3_low(pairs), ratios[k]), to[m][2 * k + 1] = times(e4m3_high(pairs), ratios[k]);
+        to[m][2 * k] = times_half(e4m3_low(pairs), ratios[k]);
+        to[m][2 * k + 1] = times_half(e4m3_high(pairs), ratios[k]);
       }
     };
     // A step's fragments are made while products of the step before go on; the first step's, before there are weights.

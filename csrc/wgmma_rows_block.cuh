@@ -30,11 +30,6 @@ __device__ __forceinline__ void bf16_product(float (&d)[16], const uint32_t (&a)
                : MLA_F16(d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD));
 }
-// Products of two pairs of fp16.
-__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t by) {
-  const __half2 r = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(by));
-  return reinterpret_cast<const uint32_t&>(r);
-}
 
 // The power of two that a row's values are divided by, so that none reaches 2^15, as the exponent of a float32. The
 // values are E4M3, which is below 2^9, with scales of `largest_scale` at most. Within 2^100: see row_power().

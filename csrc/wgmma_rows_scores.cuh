@@ -67,7 +67,7 @@ struct Scores : Storage<FORMAT> {
         if constexpr (!L::kHasFloatScales) {
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-            to[k] = times(to[k], __byte_perm(ratios[k % 2][batch / 2], 0, batch % 2 ? 0x3232 : 0x1010));
+            to[k] = times_half(to[k], __byte_perm(ratios[k % 2][batch / 2], 0, batch % 2 ? 0x3232 : 0x1010));
         }
       }
     };
