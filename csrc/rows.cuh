@@ -72,24 +72,9 @@ struct RowLayout : Rows<FORMAT> {
   }
 };
 
-// The scales of a row, from shared memory, where the rows' lie one after another.
+// The float32 scales of a row, from shared memory, where the rows' lie one after another; nothing for other formats.
 template <Scales SCALES>
-struct RowScales {
-  RowScales() = default;
-  __device__ __forceinline__ RowScales(const uint8_t*, int) {}
-  __device__ __forceinline__ float of_group(int) const { return 1.f; }
-};
-template <>
-struct RowScales<Scales::kUe8m0> {
-  uint2 raw;
-  RowScales() = default;
-  __device__ __forceinline__ RowScales(const uint8_t* scales, int row)
-      : raw(*reinterpret_cast<const uint2*>(scales + row * 8)) {}
-  // An exponent, as float32 has it; 2^-127, which that has not, is 0.
-  __device__ __forceinline__ float of_group(int i) const {
-    return __uint_as_float(__byte_perm(i < 4 ? raw.x : raw.y, 0, 0x0444 + i % 4 * 0x1000) >> 1);
-  }
-};
+struct RowScales {};
 template <>
 struct RowScales<Scales::kFloat> {
   float4 raw;

@@ -1,4 +1,4 @@
-// The columns of each row's k largest scores, as an indexer picks them in decode. What they are: mla_kernels/indexer.py.
+// The columns of each row's k largest scores, as an indexer picks them in decode (mla_kernels/indexer.py).
 //
 // A block takes a row and reads it once: its threads hold the scores in registers, as integers of the same order. It
 // finds the k-th largest digit by digit, of 12, 12 and 8 bits. The scores that agree with it so far are counted by
