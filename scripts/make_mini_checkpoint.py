@@ -69,6 +69,10 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
         raise ValueError("--dspark is of --model v4 and v4.1")
     else:
         sizes |= {"fp8_o_proj": args.fp8_wo_b}
+    if args.two_stages:
+        if args.model != "v4" or args.dspark:
+            raise ValueError("--two-stages is of --model v4 without --dspark")
+        sizes |= {"layers": 7, "compress_ratios": (0, 0, 4, 128, 4, 128, 4, 0)}
     return model.Recipe(model.Shape(**sizes), args.seed, layout)
 
 
@@ -98,6 +102,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
     parser.add_argument("--dspark", action="store_true", help="DSpark's draft, in V4 in place of its MTP layer")
+    parser.add_argument(
+        "--two-stages",
+        action="store_true",
+        help="7 layers of V4, so that both of two pipeline stages have layers of every group of caches, which "
+        "vLLM 0.29.0 to 0.33.0 needs",
+    )
     parser.add_argument(
         "--images",
         action="store_true",

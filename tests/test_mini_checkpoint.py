@@ -603,7 +603,7 @@ def test_flat_logprobs_are_read(vllm_module):
     np.testing.assert_array_equal(rows, [[-0.5, -3.0, -1.0]])
 
 
-def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
+def test_options_of_the_command(tmp_path, monkeypatch, capsys):
     configs = []
     monkeypatch.setattr(mini, "write_checkpoint", lambda out, recipe, **_: configs.append(recipe.config()))
     assert mini.main([str(tmp_path)]) == mini.main([str(tmp_path), "--heads", "32"]) == 0
@@ -615,6 +615,12 @@ def test_head_counts_of_the_command(tmp_path, monkeypatch, capsys):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
     assert "--dspark is of --model v4 and v4.1" in capsys.readouterr().err
     assert mini.main([str(tmp_path), "--dspark"]) == 0 and configs[-1]["dspark_block_size"] == 3
+    with pytest.raises(SystemExit):
+        mini.main([str(tmp_path), "--two-stages", "--dspark"])
+    assert "--two-stages is of --model v4 without --dspark" in capsys.readouterr().err
+    assert mini.main([str(tmp_path), "--two-stages"]) == 0
+    layers, ratios = configs[-1]["num_hidden_layers"], configs[-1]["compress_ratios"]
+    assert layers == 7 and {4, 128} <= set(ratios[:4]) & set(ratios[4:])
     assert mini.main([str(tmp_path), "--layout", "mxfp4-experts"]) == 0
     assert (configs[0]["expert_dtype"], configs[-1]["expert_dtype"]) == ("fp8", "fp4")
     assert configs[0]["quantization_config"] == configs[-1]["quantization_config"]
