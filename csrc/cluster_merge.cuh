@@ -138,9 +138,7 @@ struct Received {
       uint32_t packed[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) packed[j] = pack_bf16(value[2 * j] * factor, value[2 * j + 1] * factor);
-      __nv_bfloat16* const to =
-          static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + (head0 + row) * p.out_head_stride + dim;
-      *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      *reinterpret_cast<uint4*>(output_at(p, token, head0 + row) + dim) = as_uint4(packed);
     }
   }
 };

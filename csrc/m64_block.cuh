@@ -16,39 +16,78 @@ constexpr int kBlockThreads = 512;
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
 
+// Products of one k-step. Operands are fp16 if HALF, and else BF16; k, v and p are in shared memory.
+
 // s (64 heads x 64 keys) = q (64 x 16, in registers) times k (64 x 16), plus s if ADD.
 template <bool HALF, bool ADD>
 __device__ __forceinline__ void score_product(float (&s)[32], const uint32_t (&q)[4], uint64_t k) {
+#define MLA_SCORE_PRODUCT(type)                                                          \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"                                 \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" MLA_D32  \
+               "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"                                 \
+               : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD))
   if constexpr (HALF)
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32
-                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+    MLA_SCORE_PRODUCT("f16");
   else
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32
-                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-                 : MLA_F32(s, 0) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k), "n"(ADD));
+    MLA_SCORE_PRODUCT("bf16");
+#undef MLA_SCORE_PRODUCT
 }
-// The same with q in shared memory.
+// s += q k, with q in shared memory.
 template <bool HALF>
 __device__ __forceinline__ void score_product(float (&s)[32], uint64_t q, uint64_t k) {
+#define MLA_SCORE_PRODUCT(type)                                                                                        \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;" \
+               : MLA_F32(s, 0) : "l"(q), "l"(k))
   if constexpr (HALF)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
-                 : MLA_F32(s, 0) : "l"(q), "l"(k));
+    MLA_SCORE_PRODUCT("f16");
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MLA_D32 "}, %32, %33, 1, 1, 1, 0, 0;"
-                 : MLA_F32(s, 0) : "l"(q), "l"(k));
+    MLA_SCORE_PRODUCT("bf16");
+#undef MLA_SCORE_PRODUCT
 }
-// o (64 heads x 128 dimensions, from o[I]) += p (64 x 16 keys) times v (16 keys x 128).
+// o (64 heads x 128 dimensions, from o[I] on) += p (64 x 16 keys) times v (16 keys x 128).
 template <bool HALF, int I>
 __device__ __forceinline__ void output_product(float (&o)[128], uint64_t p, uint64_t v) {
+#define MLA_OUTPUT_PRODUCT(type)                                                                                       \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;" \
+               : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v))
   if constexpr (HALF)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
+    MLA_OUTPUT_PRODUCT("f16");
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MLA_D64 "}, %64, %65, 1, 1, 1, 0, 1;"
-                 : MLA_F32(o, I), MLA_F32(o, I + 32) : "l"(p), "l"(v));
+    MLA_OUTPUT_PRODUCT("bf16");
+#undef MLA_OUTPUT_PRODUCT
+}
+
+// Of scores and outputs a thread has two rows (heads), g and g + 8 of its warp's 16: s[j] is of row j / 2 % 2 of these.
+// The four lanes of a row share it. These are the maximum and the sum over them.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+// Missing rows of a tile of 64 keys, whose bits are not set, get no weight.
+__device__ __forceinline__ void drop_missing(float (&s)[32], uint32_t row_mask0, uint32_t row_mask1, int t) {
+  if ((row_mask0 & row_mask1) == ~0u) return;
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const int key = j / 4 * 8 + 2 * t + j % 2;
+    if (!((key < 32 ? row_mask0 : row_mask1) >> (key % 32) & 1)) s[j] = -INFINITY;
+  }
+}
+// The power of two that a row of q is divided by, so that fp16 holds it, and its inverse. `largest` has the larger
+// magnitudes of what this lane has of the row.
+__device__ __forceinline__ float2 power_of_q(uint32_t largest) {
+  largest &= 0x7FFF7FFF;
+  largest = max(largest & 0xFFFF, largest >> 16);
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+  return power_below(largest);
+}
+// A power of two as a pair of BF16. The low half of its float32 is 0.
+__device__ __forceinline__ uint32_t bf16_pair(float power) {
+  return __float_as_uint(power) >> 16 | __float_as_uint(power);
 }
 
 // The barrier's phase is complete when so many bytes of copies are there, besides all that arrive.
@@ -61,9 +100,9 @@ constexpr int kBlockBytes = 64 * 128;
 constexpr int kTileBytes = kDim / 64 * kBlockBytes;
 
 // A row's E4M3 values, by one instruction; its bytes are counted by the barrier.
-template <int BYTES, bool FIRST>
+template <int BYTES, bool EVICT_FIRST>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {
-  if constexpr (FIRST)
+  if constexpr (EVICT_FIRST)
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
             "r"(to), "l"(from), "n"(BYTES), "r"(barrier), "l"(evict_first()) : "memory");
@@ -81,8 +120,8 @@ struct Layout {
   static constexpr int kMaximum = kStage + 8 * 16 * 128;            // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;         // [items, even and odd][kHeads]
   static constexpr int kKind = kFactor + 2 * kHeads * 4;            // [4 entries]
-  static constexpr int kThere = kKind + 4 * 4;                      // [4 entries]: a bit for every row
-  static constexpr int kTurns = kThere + 4 * 8;
+  static constexpr int kRowMasks = kKind + 4 * 4;                      // [4 entries]: a bit for every row
+  static constexpr int kTurns = kRowMasks + 4 * 8;
   static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 16 * 8;
   static_assert(kTotal <= 227 * 1024, "more shared memory than a block can have");
@@ -126,10 +165,10 @@ struct Call : Params {
 };
 
 // 64 dimensions of 16 heads from `head` on; their bytes are counted by the barrier.
-template <bool FIRST>
+template <bool EVICT_FIRST>
 __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int dim, int head, int token,
                                        uint32_t barrier) {
-  if constexpr (FIRST)
+  if constexpr (EVICT_FIRST)
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
         "{%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier),
@@ -140,13 +179,10 @@ __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int di
         "[%5];" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier) : "memory");
 }
 
-// Lengths of an item's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were
-// they the same in all lanes, the compiler would wait for them at once.
-struct LaneLengths {
-  int mine;
-
+// Lengths of an item's token, asked for long before they are needed: `visible`, then `topk`.
+struct LaneLengths : LanePair {
   __device__ __forceinline__ LaneLengths(const Params& p, int i, int lane)
-      : mine((lane & 1 ? p.topk_lens : p.visible)[min(i, p.items - 1) >> p.head_blocks - 1]) {}
+      : LanePair{(lane & 1 ? p.topk_lens : p.visible)[min(i, p.items - 1) >> p.head_blocks - 1]} {}
 };
 
 // 64 heads of a token. There are 128 heads at most, so head_blocks is 1 or 2, and nothing need be divided.
@@ -155,7 +191,7 @@ struct Item {
   int head0, window, keys, tiles;
 
   __device__ __forceinline__ Item(const Params& p, int i, const LaneLengths& lengths) {
-    *this = Item(p, i, __shfl_sync(~0u, lengths.mine, 0), __shfl_sync(~0u, lengths.mine, 1));
+    *this = Item(p, i, lengths.even(), lengths.odd());
   }
   __device__ __forceinline__ Item(const Params& p, int i, int visible, int topk) {
     token = i >> p.head_blocks - 1, head0 = (i & p.head_blocks - 1) * kHeads;

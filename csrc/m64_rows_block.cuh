@@ -9,8 +9,10 @@ namespace mla {
 namespace m64_rows {
 
 using m64::barrier_expect;
+using m64::bf16_pair;
 using m64::copy_q;
 using m64::copy_row;
+using m64::drop_missing;
 using m64::kBlockBytes;
 using m64::kBlockThreads;
 using m64::kEnd;
@@ -21,6 +23,9 @@ using m64::kQ;
 using m64::kTileBytes;
 using m64::map_heads;
 using m64::output_product;
+using m64::power_of_q;
+using m64::quad_max;
+using m64::quad_sum;
 using m64::score_product;
 
 template <RowFormat FORMAT>
@@ -101,11 +106,8 @@ struct Call : RowParams {
   }
 };
 
-// Lengths of a unit's token, asked for long before they are needed: even lanes have one, odd lanes the other. Were they
-// the same in all lanes, the compiler would wait for them at once.
-struct LaneLengths {
-  int mine;
-
+// Lengths of a unit's token, asked for long before they are needed.
+struct LaneLengths : LanePair {
   __device__ __forceinline__ LaneLengths(const Call& p, int i, int lane) {
     const int32_t* const lengths = lane & 1 ? p.sources[1].lengths : p.sources[0].lengths;
     mine = lengths ? lengths[divided(p.item(min(i, p.units - 1)) >> p.head_blocks - 1, p.tokens_per_length)] : INT_MAX;
@@ -119,7 +121,7 @@ struct Item {
   int of_first, keys, first = 0;
 
   __device__ __forceinline__ Item(const Call& p, int unit, const LaneLengths& lengths) {
-    *this = Item(p, unit, __shfl_sync(~0u, lengths.mine, 0), __shfl_sync(~0u, lengths.mine, 1));
+    *this = Item(p, unit, lengths.even(), lengths.odd());
   }
   __device__ __forceinline__ Item(const Call& p, int unit, int first_length, int second_length) {
     of_first = max(0, min(first_length, p.sources[0].width));
@@ -139,10 +141,10 @@ struct Item {
 };
 
 // Asked for here, and not where it is needed; 0 if not.
-template <bool FIRST>
+template <bool EVICT_FIRST>
 __device__ __forceinline__ uint4 load_wide(const uint8_t* from, bool is_asked) {
   uint4 x;
-  if constexpr (FIRST)
+  if constexpr (EVICT_FIRST)
     asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
                  "@p ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;}"
                  : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
@@ -159,6 +161,14 @@ __device__ __forceinline__ uint32_t load_scale(const uint8_t* from, bool is_aske
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u32 %0, [%1];}"
                : "=&r"(x) : "l"(from), "r"(static_cast<int>(is_asked)) : "memory");
   return x;
+}
+// Byte i of a word, an exponent as float32 has it: the bits of that power of two, and its logarithm. With the byte as
+// its last, 0x4B000000 is the float32 of 2^23 plus the byte.
+__device__ __forceinline__ uint32_t power_of_byte(uint32_t word, int i) {
+  return __byte_perm(word, 0, 0x0444 | i << 12) >> 1;
+}
+__device__ __forceinline__ float log2_of_byte(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word, 0x4B000000, 0x7440 | i)) - (8388608.f + 127.f);
 }
 __device__ __forceinline__ bool has_zero_byte(uint32_t x) { return (x - 0x01010101u & ~x & 0x80808080u) != 0; }
 
@@ -181,7 +191,7 @@ struct Storage : Thread<Call> {
   // Of the weights of a tile: there, and used; and, over BF16 rows, their maximum is known.
   __device__ __forceinline__ uint32_t ready(int buffer) const { return barrier(12 + buffer); }
   __device__ __forceinline__ uint32_t used(int buffer) const { return barrier(14 + buffer); }
-  __device__ __forceinline__ uint32_t known(int buffer) const { return barrier(16 + buffer); }
+  __device__ __forceinline__ uint32_t maximum_ready(int buffer) const { return barrier(16 + buffer); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kFetched = 128 + 4;

@@ -21,9 +21,9 @@ struct Fetch : Storage<FORMAT> {
     return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(mine), lane_of_row));
   }
   // What follows from the lane is found again for each tile, since registers are few.
-  __device__ __forceinline__ int lane_again() const {
+  __device__ __forceinline__ int opaque_lane() const {
     int again = lane;
-    asm volatile("" : "+r"(again));
+    make_opaque(again);
     return again;
   }
   // V4's wide parts, of row lane / 8 + 4k, and scales come a tile ahead, by copies: the compiler waits for loads at the
@@ -38,18 +38,19 @@ struct Fetch : Storage<FORMAT> {
     return L::kScales + ((buffer * 4 + warp % 4) * 16 + row) * 8;
   }
   // `mine` is where a lane's row is, and `to_scales` how many times 8 bytes further its scales are.
-  template <bool FIRST>
-  __device__ __forceinline__ void copy_ahead(int buffer, const uint8_t* mine, uint32_t to_scales, unsigned there,
+  template <bool EVICT_FIRST>
+  __device__ __forceinline__ void copy_ahead(int buffer, const uint8_t* mine, uint32_t to_scales, unsigned row_mask,
                                              int first_lane) const {
-    const int lane = lane_again();
+    const int lane = opaque_lane();
     const uint8_t* rows[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) rows[k] = row_of(mine, first_lane + k * 4 + lane / 8) + L::kWideAt + lane % 8 * 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      copy16<FIRST, L::kPrefetch>(base + waiting_at(buffer, k), rows[k], there >> (k * 4 + lane / 8) & 1 ? 16 : 0);
+      copy16<EVICT_FIRST, L::kPrefetch>(base + waiting_at(buffer, k), rows[k],
+                                        row_mask >> (k * 4 + lane / 8) & 1 ? 16 : 0);
     if (lane / 16 * 16 == first_lane)
-      copy8(base + scales_at(buffer, lane % 16), mine + int64_t{to_scales} * 8, there >> lane % 16 & 1 ? 8 : 0);
+      copy8(base + scales_at(buffer, lane % 16), mine + int64_t{to_scales} * 8, row_mask >> lane % 16 & 1 ? 8 : 0);
     copies_commit();
   }
   // What a lane has of 16 rows: scales as they are, then ratios of both rows 8 apart; wide parts as they are, then as
@@ -60,7 +61,7 @@ struct Fetch : Storage<FORMAT> {
   };
   // Of V4, what came a tile ahead.
   __device__ __forceinline__ void look_at(Lanes& x, int buffer) const {
-    const int lane = lane_again();
+    const int lane = opaque_lane();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       x.scales[k] = lane % 8 < L::kGroups ? smem[scales_at(buffer, k * 4 + lane / 8) + lane % 8] : 0;
@@ -68,24 +69,24 @@ struct Fetch : Storage<FORMAT> {
     }
   }
   // Of V3.2. All addresses come before the first load: a shuffle waits for loads before it.
-  template <bool FIRST>
-  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, unsigned there, int first_lane) const {
-    const int lane = lane_again();
+  template <bool EVICT_FIRST>
+  __device__ __forceinline__ void ask_for(Lanes& x, const uint8_t* mine, unsigned row_mask, int first_lane) const {
+    const int lane = opaque_lane();
     const uint8_t* rows[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) rows[k] = row_of(mine, first_lane + k * 4 + lane / 8);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const bool exists = there >> (k * 4 + lane / 8) & 1;
+      const bool exists = row_mask >> (k * 4 + lane / 8) & 1;
       x.scales[k] = load_scale(rows[k] + L::kNarrow + lane % 8 / 2 * 4, exists);
-      x.wide[k] = load_wide<FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
+      x.wide[k] = load_wide<EVICT_FIRST>(rows[k] + L::kWideAt + lane % 8 * 16, exists);
     }
   }
   // Finds the powers of two that rows are divided by, so that no value reaches 2^15. The 16 rows have the same if all
   // are there and the largest bounds of their values are within kSpread of each other: then fp16 still holds, of the
   // smallest of them, what lies 2^22 below its bound. Else every row has its own. Divides scales and wide parts.
-  __device__ __forceinline__ void prepare(Lanes& x, unsigned there, uint32_t entry) const {
-    const int quarter = warp % 4, lane = lane_again();
+  __device__ __forceinline__ void prepare(Lanes& x, unsigned row_mask, uint32_t entry) const {
+    const int quarter = warp % 4, lane = opaque_lane();
     int powers[4], largest_power = 0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -101,7 +102,7 @@ struct Fetch : Storage<FORMAT> {
       largest_power = max(largest_power, powers[k]);
     }
     largest_power = __reduce_max_sync(~0u, largest_power);
-    bool is_common = there == 0xFFFF;
+    bool is_common = row_mask == 0xFFFF;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       is_common = is_common && !has_zero_byte(__ballot_sync(~0u, powers[k] >= largest_power - kSpread));
@@ -119,7 +120,7 @@ struct Fetch : Storage<FORMAT> {
         const int row = k * 4 + lane / 8;
         if (lane % 8 == 0)
           smem[L::kPowers + entry % 4 * kTile + row % 8 / 2 * 16 + (quarter * 2 + row / 8) * 2 + row % 2] =
-              static_cast<uint8_t>(there >> row & 1 ? powers[k] : 0);
+              static_cast<uint8_t>(row_mask >> row & 1 ? powers[k] : 0);
       }
     const auto inverse = [&](int k) { return __int_as_float((254 - powers[k]) << 23); };
 #pragma unroll
@@ -137,14 +138,14 @@ struct Fetch : Storage<FORMAT> {
   }
   // Rows 4 apart have chunks 4 apart: swizzled(row, lane % 8) for all four.
   __device__ __forceinline__ void put_wide(int k, uint32_t entry, const uint4& values) const {
-    const int lane = lane_again(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
+    const int lane = opaque_lane(), at = L::wide_at(entry & 1) + warp % 4 * 16 * 128 + swizzled(lane / 8, lane % 8);
     *reinterpret_cast<uint4*>(smem + (at ^ k % 2 * 64) + k * 512) = values;
   }
   __device__ __forceinline__ void wide_is_put(uint32_t entry) const { fence_async(), barrier_arrive(full(entry & 1)); }
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. Narrow
   // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
   // wide parts wait for the same slot.
-  template <bool FIRST>
+  template <bool EVICT_FIRST>
   __device__ __forceinline__ void fetch() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
@@ -154,7 +155,7 @@ struct Fetch : Storage<FORMAT> {
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto announce = [&](Kind kind, unsigned there) {
+    const auto announce = [&](Kind kind, unsigned row_mask) {
       if constexpr (kPacked) {
         barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
         if (is_waiting) {
@@ -165,7 +166,7 @@ struct Fetch : Storage<FORMAT> {
         if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
       } else if (lane == 0) {
         *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
-            static_cast<uint16_t>(there);
+            static_cast<uint16_t>(row_mask);
       }
     };
     // An entry that is no rows.
@@ -196,25 +197,25 @@ struct Fetch : Storage<FORMAT> {
     };
     const uint8_t* at;   // this lane's row of two tiles
     uint32_t to_scales;  // of V4's rows, in 8 bytes: behind a page's rows of 576 bytes are 8 for each
-    unsigned there;
+    unsigned row_mask;
     const auto find_rows = [&] {
       const Pool& pool = key0 + my_key < item.of_first ? p.sources[0].pool : p.sources[1].pool;
       const Row mine(pool, index);
       at = mine.at;
       to_scales = (pool.page.value - mine.in_page) * 72 + mine.in_page;
-      there = __ballot_sync(~0u, mine.exists);
+      row_mask = __ballot_sync(~0u, mine.exists);
     };
     bool is_more = look_up();
     if (is_more) {
       find_rows();
-      if constexpr (kIsV4) copy_ahead<FIRST>(buffer, at, to_scales, there & 0xFFFF, 0);
+      if constexpr (kIsV4) copy_ahead<EVICT_FIRST>(buffer, at, to_scales, row_mask & 0xFFFF, 0);
     }
     while (is_more) {
       const bool starts = key0 == 0, two = key0 + kTile < item.tiles() * kTile;
       const auto copy_q_of_item = [&] {
         // Done long ago, but a phase must not go by without a wait.
         if (kPacked && L::kHasTail) barrier_wait(tail_empty(entry & 1), entry / 2 & 1 ^ 1);
-        fetch_q<FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
+        fetch_q<EVICT_FIRST>(Item::token(p, i), Item::head0(p, i), entry & 1);
         arrive(q_full());
         ++entry;
       };
@@ -227,7 +228,7 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll(kIsV4 ? 2 : 1)
       for (int t = 0; t < 2; ++t, ++entry) {
         if (t == 1 && !two) break;
-        const unsigned bits = there >> t * 16 & 0xFFFF;
+        const unsigned bits = row_mask >> t * 16 & 0xFFFF;
         if constexpr (kPacked) {
           if (t == 0 && starts) {
             announce(kQ, 0), no_rows();
@@ -235,7 +236,7 @@ struct Fetch : Storage<FORMAT> {
             copy_q_of_item();
           }
           announce(kKeys, bits);
-          copy_narrow<FIRST>(at, bits, t * 16);
+          copy_narrow<EVICT_FIRST>(at, bits, t * 16);
           copies_arrive(raw_full(quarter));
           Lanes x;
           if constexpr (kIsV4) {
@@ -244,7 +245,7 @@ struct Fetch : Storage<FORMAT> {
             __syncwarp();
             look_at(x, buffer);
           } else {
-            ask_for<FIRST>(x, at, bits, t * 16);
+            ask_for<EVICT_FIRST>(x, at, bits, t * 16);
           }
           prepare(x, bits, entry);
 #pragma unroll
@@ -262,11 +263,11 @@ struct Fetch : Storage<FORMAT> {
             for (int k = 0; k < 4; ++k) waiting(buffer, k) = x.wide[k];
             is_waiting = true;
             buffer ^= 1;
-            if (t == 0 && two) copy_ahead<FIRST>(buffer, at, to_scales, there >> 16, 16);
+            if (t == 0 && two) copy_ahead<EVICT_FIRST>(buffer, at, to_scales, row_mask >> 16, 16);
           }
         } else {
           announce(kKeys, bits);
-          copy_bf16<FIRST>(at, bits, t * 16, entry);
+          copy_bf16<EVICT_FIRST>(at, bits, t * 16, entry);
           copies_arrive(full(entry & 1));
           arrive(full(entry & 1));
         }
@@ -274,32 +275,33 @@ struct Fetch : Storage<FORMAT> {
       }
       if (is_more) {
         find_rows();
-        if constexpr (kIsV4) copy_ahead<FIRST>(buffer, at, to_scales, there & 0xFFFF, 0);
+        if constexpr (kIsV4) copy_ahead<EVICT_FIRST>(buffer, at, to_scales, row_mask & 0xFFFF, 0);
       }
     }
     if constexpr (kPacked) announce(kEnd, 0), no_rows();
   }
   // Narrow parts, to where they are widened from; missing ones are zeros. Eight lanes copy 128 bytes of a row, of rows
   // lane / 8 and 4, 8 and 12 further. All addresses come before the first copy, for which a shuffle would wait.
-  template <bool FIRST>
-  __device__ __forceinline__ void copy_narrow(const uint8_t* mine, unsigned there, int first_lane) const {
-    const int lane = lane_again();
+  template <bool EVICT_FIRST>
+  __device__ __forceinline__ void copy_narrow(const uint8_t* mine, unsigned row_mask, int first_lane) const {
+    const int lane = opaque_lane();
     const uint8_t* from[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) from[k] = row_of(mine, first_lane + k * 4 + lane / 8) + lane % 8 * 16;
     const uint32_t to = base + L::kRaw + (warp % 4 * 16 + lane / 8) * L::kNarrow + lane % 8 * 16;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int bytes = there >> (k * 4 + lane / 8) & 1 ? 16 : 0;
+      const int bytes = row_mask >> (k * 4 + lane / 8) & 1 ? 16 : 0;
 #pragma unroll
       for (int line = 0; line < (L::kNarrow + 127) / 128; ++line)
         if (line * 128 + 128 <= L::kNarrow || lane % 8 < L::kNarrow % 128 / 16)
-          copy16<FIRST, L::kPrefetch>(to + k * 4 * L::kNarrow + line * 128, from[k] + line * 128, bytes);
+          copy16<EVICT_FIRST, L::kPrefetch>(to + k * 4 * L::kNarrow + line * 128, from[k] + line * 128, bytes);
     }
   }
   // Eight rows at a time: a shuffle waits until the copies before it have left.
-  template <bool FIRST>
-  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned there, int first_lane, uint32_t entry) const {
+  template <bool EVICT_FIRST>
+  __device__ __forceinline__ void copy_bf16(const uint8_t* mine, unsigned row_mask, int first_lane,
+                                            uint32_t entry) const {
     const int row0 = warp % 4 * 16, slot = entry & 1;
     const uint32_t to = base + slot * kTileBytes + lane / 8 * kBlockBytes + row0 * 128;
 #pragma unroll
@@ -312,8 +314,8 @@ struct Fetch : Storage<FORMAT> {
       for (int r = 0; r < 8; ++r)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          copy16<FIRST>(to + half * 1024 + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from[r] + c * 512,
-                        there >> (half * 8 + r) & 1 ? 16 : 0);
+          copy16<EVICT_FIRST>(to + half * 1024 + swizzled(r, lane % 8) + c * 4 * kBlockBytes, from[r] + c * 512,
+                        row_mask >> (half * 8 + r) & 1 ? 16 : 0);
     }
     if constexpr (L::kHasTail) {
       const uint8_t* from[4];
@@ -323,14 +325,14 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int r = k * 4 + lane / 8;
-        copy16<FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8), from[k],
-                      there >> r & 1 ? 16 : 0);
+        copy16<EVICT_FIRST>(base + L::block_at(slot, kDim / 64) + swizzled(row0 + r, lane % 8), from[k],
+                      row_mask >> r & 1 ? 16 : 0);
       }
     }
   }
 
   // 64 heads of q as they are.
-  template <bool FIRST>
+  template <bool EVICT_FIRST>
   __device__ __forceinline__ void fetch_q(int token, int head0, int slot) const {
     const int row0 = warp % 4 * 16;
     if (p.is_mapped) {
@@ -339,7 +341,7 @@ struct Fetch : Storage<FORMAT> {
         barrier_expect(q_full(), 16 * L::kDims * 2);
 #pragma unroll
         for (int c = 0; c < L::kDims / 64; ++c)
-          copy_q<FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, head0 + row0, token,
+          copy_q<EVICT_FIRST>(base + L::block_at(slot, c) + row0 * 128, p.q_map, c * 64, head0 + row0, token,
                         q_full());
       }
       __syncwarp();
@@ -353,7 +355,7 @@ struct Fetch : Storage<FORMAT> {
             static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane % 8 * 8;
 #pragma unroll
         for (int c = 0; c < L::kDims / 64; ++c)
-          copy16<FIRST>(base + L::block_at(slot, c) + swizzled(r, lane % 8), from + c * 64, is ? 16 : 0);
+          copy16<EVICT_FIRST>(base + L::block_at(slot, c) + swizzled(r, lane % 8), from + c * 64, is ? 16 : 0);
       }
       copies_arrive(q_full());
     }

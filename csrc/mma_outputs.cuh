@@ -15,9 +15,6 @@ struct Outputs : Values<FORMAT, BLOCK> {
   using S = typename Base::S;
   static constexpr int kDimBlocks = Base::kDimBlocks;
 
-  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
-    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  }
   __device__ __forceinline__ void write_outputs(int64_t token, int head0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -31,7 +28,7 @@ struct Outputs : Values<FORMAT, BLOCK> {
       const float factor = total > 0.f ? shared.bmm2 * mine / total : 0.f;
       if (p.lse && warp == 0 && t == 0)
         write_statistics(p, token, head, maximum[h], sum[h], largest[h]);
-      __nv_bfloat16* const to = out_of(token, head);
+      __nv_bfloat16* const to = output_at(p, token, head);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll

@@ -71,7 +71,7 @@ struct Scores {
     // The epilogue's parameters are asked for together with q.
     float for_epilogue = -INFINITY;
     if (thread == kHeads)
-      for_epilogue = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+      for_epilogue = p.output_scale();
     else if (thread < min(kHeads, p.heads - head0) && p.sinks)
       for_epilogue = p.sinks[head0 + thread] * kLog2e;
     if constexpr (kScalesQ) write_largest_q(raw);
@@ -119,7 +119,7 @@ struct Scores {
       // The next round's pieces, if any, take the places of those that are in registers now.
       if (round * kRoundSteps < S::kRegisterSteps && (round + 1) * S::kGroupWarps < min(8, S::kQPieces)) sync();
     }
-    const float bmm1 = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    const float bmm1 = p.score_scale();
 #pragma unroll
     for (int h = 0; h < 2; ++h) scale[h] = bmm1 * (kScalesQ ? shared.q_scale[g + h * 8] : 1.f);
   }

@@ -37,19 +37,14 @@ struct KeyLengths {
   __device__ __forceinline__ KeyLengths(int first, int second) : of{first, second} {}
 };
 
-// The same, asked for long before they are needed: even lanes have one, odd lanes the other. Were they the same in all
-// lanes, the compiler would move them to uniform registers, and wait for them at once.
-struct LaneLengths {
-  int mine;
-
+// The same, asked for long before they are needed.
+struct LaneLengths : LanePair {
   __device__ __forceinline__ LaneLengths(const RowParams& p, int item, int lane) {
     const int at = divided(p.token_of(min(item, p.items - 1)), p.tokens_per_length);
     const int32_t* const lengths = lane & 1 ? p.sources[1].lengths : p.sources[0].lengths;
     mine = lengths ? lengths[at] : INT_MAX;
   }
-  __device__ __forceinline__ KeyLengths of_all() const {
-    return {__shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, 1)};
-  }
+  __device__ __forceinline__ KeyLengths of_all() const { return {even(), odd()}; }
 };
 
 // The keys of an item, in tiles: of its token, or a share of them; those of the first source first.

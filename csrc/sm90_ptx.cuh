@@ -14,25 +14,25 @@ namespace mla {
 constexpr int kDim = 512;
 constexpr int kWindow = 128;
 constexpr float kLog2e = 1.4426950408889634f;
-// What weights are relative to is raised only when a score is more than 2^15 above it: fp16 holds 2^15 times a weight
-// as well as the weight itself, so that outputs are hardly ever rescaled.
+// The running maximum is raised only when a score (log2) is more than this above it. fp16 holds weights up to 2^15 as
+// well as weights up to 1, and so outputs are hardly ever rescaled.
 constexpr float kSlack = 15.f;
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Of copies whose source leaves the L2 cache first.
+// The cache policy of copies whose source is to leave the L2 cache first.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   return policy;
 }
-// Zero-fills where `bytes` is 0, so that stale rows never reach a product. FIRST: what is read leaves the L2 cache
-// first. So many bytes around it come into that cache.
-template <bool FIRST, int PREFETCH = 128>
+// An asynchronous copy of 16 bytes, or zeros if `bytes` is 0, so that stale rows never reach a product. EVICT_FIRST:
+// what is read leaves the L2 cache first. PREFETCH: how many bytes around it come into that cache.
+template <bool EVICT_FIRST, int PREFETCH = 128>
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
 #define MLA_COPY16(size)                                                                                         \
-  if constexpr (FIRST)                                                                                           \
+  if constexpr (EVICT_FIRST)                                                                                     \
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::" size " [%0], [%1], 16, %2, %3;" ::"r"(to),      \
                  "l"(from), "r"(bytes), "l"(evict_first()) : "memory");                                          \
   else                                                                                                           \
@@ -50,11 +50,12 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes)
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// x / by, below 2^31.
+// x / by, of x below 2^31.
 __device__ __forceinline__ uint32_t divided(uint32_t x, const Divisor& by) {
   return __umulhi(by.magic, x) + x >> by.shift;
 }
-// Where a row of a pool is, by its index. Of what is no row, the pool's first: for copies of no bytes.
+// Where a row of a pool is, by its index. An index that is no row's gets the pool's first row, a valid address for
+// copies of no bytes.
 struct Row {
   bool exists;
   uint32_t in_page;
@@ -67,13 +68,45 @@ struct Row {
     at = page + in_page * pool.row_stride;
   }
 };
+// Where the outputs of a head are.
+template <typename Call>
+__device__ __forceinline__ __nv_bfloat16* output_at(const Call& p, int64_t token, int head) {
+  return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+}
+// The compiler no longer knows where the value comes from. So it neither computes it again nor keeps what follows from
+// it longer than until here.
+template <typename T>
+__device__ __forceinline__ void make_opaque(T& x) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("" : "+l"(x));
+  else
+    asm volatile("" : "+r"(x));
+}
+// The sum over this lane and those before it.
+template <typename T>
+__device__ __forceinline__ T sum_up_to_lane(T x, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T other = __shfl_up_sync(~0u, x, distance);
+    if (lane >= distance) x += other;
+  }
+  return x;
+}
+// Two numbers, loaded long before they are needed: even lanes have one, odd lanes the other. Were they the same in all
+// lanes, the compiler would move them to uniform registers, and wait for them at once.
+struct LanePair {
+  int mine;
+
+  __device__ __forceinline__ int even() const { return __shfl_sync(~0u, mine, 0); }
+  __device__ __forceinline__ int odd() const { return __shfl_sync(~0u, mine, 1); }
+};
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// E4M3 in either half of a word, two values, to fp16 (exact).
+// The two E4M3 values in the low or high half of a word, as fp16. That is exact.
 __device__ __forceinline__ uint32_t e4m3_low(uint32_t v) {
   uint32_t r;
   asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(r) : "r"(v));
@@ -84,7 +117,7 @@ __device__ __forceinline__ uint32_t e4m3_high(uint32_t v) {
   asm("{.reg .b16 l,h; mov.b32 {l,h}, %1; cvt.rn.f16x2.e4m3x2 %0, h;}" : "=r"(r) : "r"(v));
   return r;
 }
-// The same from fp16 to BF16: exact too for what was E4M3.
+// Two fp16 values as BF16. That is exact for values that were E4M3.
 __device__ __forceinline__ uint32_t half_to_bf16(uint32_t v) {
   const __nv_bfloat162 r = __float22bfloat162_rn(__half22float2(reinterpret_cast<const __half2&>(v)));
   return reinterpret_cast<const uint32_t&>(r);
@@ -105,7 +138,7 @@ __device__ __forceinline__ uint32_t pack_bf16(float x, float y) {
 __device__ __forceinline__ float2 unpack_bf16(uint32_t v) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
 }
-// What BF16 leaves of two values.
+// What is left of two values when their BF16 ones, `packed`, are subtracted.
 __device__ __forceinline__ uint32_t rest_bf16(float x, float y, uint32_t packed) {
   const float2 back = unpack_bf16(packed);
   return pack_bf16(x - back.x, y - back.y);
@@ -116,14 +149,14 @@ __device__ __forceinline__ uint32_t scaled_bf16(uint32_t x, uint32_t power) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(power));
   return r;
 }
-// Of two pairs of BF16: the larger magnitudes, with any signs. NaN if either is.
+// Of two pairs of BF16 the larger magnitudes, with any sign; NaN if either is.
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t x, uint32_t y) {
   uint32_t r;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
   return r;
 }
-// BF16 times a power of two, to fp16. The product is exact, or below all that fp16 does not round to zero.
-// One after another, since with all products first registers are spilled.
+// BF16 times a power of two, to fp16. The product is exact, or so small that fp16 rounds it to zero. The assembly is
+// volatile, so that each product is converted before the next one is made: else registers are spilled.
 __device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
   uint32_t r;
   asm volatile(
@@ -132,6 +165,7 @@ __device__ __forceinline__ uint32_t scaled_to_half(uint32_t x, uint32_t power) {
   return r;
 }
 
+__device__ __forceinline__ uint4 as_uint4(const uint32_t (&w)[4]) { return make_uint4(w[0], w[1], w[2], w[3]); }
 template <int N>
 __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from) {
   if constexpr (N == 4) {
@@ -144,7 +178,8 @@ __device__ __forceinline__ void read_words(uint32_t (&w)[N], const uint8_t* from
   }
 }
 
-// A launch's parameters are in no cache yet, and each line of them that is first read later would be waited for then.
+// Asks for all lines of a launch's parameters. They are in no cache yet, and each would be waited for when it is first
+// read.
 template <typename Params>
 __device__ __forceinline__ void touch(const Params& p) {
   int any = 0;
@@ -155,14 +190,14 @@ __device__ __forceinline__ void touch(const Params& p) {
   asm volatile("{.reg .pred none; setp.eq.s32 none, %0, 0; @none nanosleep.u32 0;}" ::"r"(any));
 }
 
-// Launched while the kernel before may still run: reads nothing of memory before wait_for_previous(), and lets the next
-// one begin in its turn.
+// Programmatic dependent launch: a kernel may begin while the one before still runs, so it reads nothing of memory
+// before this. Then it lets the next one begin.
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A call in items: so many heads of a token and, if blocks share its keys, a share of them.
+// A call, divided into items: some heads of a token and, with split-KV, a share of its keys.
 template <typename Call>
 struct InItems : Call {
   int head_blocks, splits, items;
@@ -172,24 +207,31 @@ struct InItems : Call {
         head_blocks((call.heads + heads - 1) / heads),
         splits(splits),
         items(call.tokens * head_blocks * splits) {}
+  // What products of q and keys are multiplied by, to be scores in units of log2; and outputs in the end.
+  __device__ __forceinline__ float score_scale() const {
+    return (this->bmm1_tensor ? *this->bmm1_tensor : this->bmm1) * kLog2e;
+  }
+  __device__ __forceinline__ float output_scale() const {
+    return this->bmm2_tensor ? *this->bmm2_tensor : this->bmm2;
+  }
 };
 
-// At every launch: each GPU of a process has its own.
+// Sets what a kernel needs to be launched. That is kept for each GPU of a process, so it is set at every launch.
 template <auto KERNEL>
 cudaError_t configure(int shared_bytes, int cluster) {
   const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  constexpr int kPortable = 8;
-  if (error != cudaSuccess || cluster <= kPortable) return error;
+  constexpr int kPortableCluster = 8;
+  if (error != cudaSuccess || cluster <= kPortableCluster) return error;
   return cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// How many clusters of `size` such blocks the GPU, `device`, holds at once, 0 if none: asked of the driver once.
+// How many clusters of `size` such blocks the GPU `device` holds at once, 0 if none. The driver is asked once.
 template <auto KERNEL>
 int clusters_at_once(int threads, int shared_bytes, int size, int device) {
   constexpr int kDevices = 64, kSizes = 17;
-  static std::atomic<int> known[kDevices][kSizes];  // and 1 more, or 0 before it is asked
+  static std::atomic<int> answers[kDevices][kSizes];  // plus 1; 0 as long as the driver has not been asked
   const bool is_kept = device < kDevices && size < kSizes;
-  int found = is_kept ? known[device][size].load(std::memory_order_relaxed) - 1 : -1;
+  int found = is_kept ? answers[device][size].load(std::memory_order_relaxed) - 1 : -1;
   if (found >= 0) return found;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -202,14 +244,14 @@ int clusters_at_once(int threads, int shared_bytes, int size, int device) {
   config.numAttrs = 1;
   if (configure<KERNEL>(shared_bytes, size) != cudaSuccess ||
       cudaOccupancyMaxActiveClusters(&found, KERNEL, &config) != cudaSuccess) {
-    cudaGetLastError();  // smaller clusters do
+    cudaGetLastError();  // forgets it: the caller then uses smaller clusters
     found = 0;
   }
-  if (is_kept) known[device][size].store(found + 1, std::memory_order_relaxed);
+  if (is_kept) answers[device][size].store(found + 1, std::memory_order_relaxed);
   return found;
 }
 
-// Blocks in clusters of `cluster`, each with `shared_bytes` of shared memory.
+// Launches clusters of `cluster` blocks, each with `shared_bytes` of shared memory.
 template <auto KERNEL, typename Params>
 cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_bytes, int cluster,
                           cudaStream_t stream) {
@@ -229,7 +271,7 @@ cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_b
   return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 
-// Launches of any GPU; from Hopper on a kernel begins while the one before still runs, and waits by itself.
+// Launches a kernel of any GPU. From Hopper on it may begin while the one before still runs, and waits by itself.
 template <typename Kernel, typename Params>
 cudaError_t launch_overlapping(Kernel* kernel, const Params& p, dim3 blocks, dim3 threads, cudaStream_t stream) {
   int device = 0, major = 0;

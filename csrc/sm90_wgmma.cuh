@@ -144,9 +144,6 @@ struct Thread {
   const int warp, lane;
 
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(smem + offset); }
-  __device__ __forceinline__ __nv_bfloat16* out_of(int64_t token, int head) const {
-    return static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-  }
 };
 
 // The 16 values of a lane as BF16, from E4M3.

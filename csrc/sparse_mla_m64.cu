@@ -14,13 +14,13 @@ template <bool FP8>
 struct Block : Scores<FP8> {
   using Base = Scores<FP8>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_full, Base::q_read, Base::ready, Base::used, Base::call, Base::out_of, Base::turns;
+  using Base::raw_empty, Base::q_full, Base::q_read, Base::ready, Base::used, Base::call, Base::turns;
   using L = Layout<FP8>;
 
   // ---------------------------------------------------------------- rows, and q, on their way
   // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
   // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
-  template <bool FIRST>
+  template <bool EVICT_FIRST>
   __device__ __forceinline__ void fetch() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
@@ -28,10 +28,11 @@ struct Block : Scores<FP8> {
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto announce = [&](Kind kind, unsigned there) {
+    const auto announce = [&](Kind kind, unsigned row_mask) {
       if (FP8) barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
       if (lane == 0) {
-        *reinterpret_cast<uint16_t*>(smem + L::kThere + entry % 4 * 8 + warp % 4 * 2) = static_cast<uint16_t>(there);
+        *reinterpret_cast<uint16_t*>(smem + L::kRowMasks + entry % 4 * 8 + warp % 4 * 2) =
+            static_cast<uint16_t>(row_mask);
         if (warp % 4 == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
       }
     };
@@ -54,7 +55,7 @@ struct Block : Scores<FP8> {
     int index = look_up();
     while (index != -2) {
       const Row mine(key0 + my_key < item.window ? p.swa : p.compressed, index);
-      const unsigned there = __ballot_sync(~0u, mine.exists);
+      const unsigned row_mask = __ballot_sync(~0u, mine.exists);
       const bool starts = key0 == 0, two = key0 + kTile < item.keys;
       if (starts) {
         announce(kQ, 0);
@@ -64,24 +65,24 @@ struct Block : Scores<FP8> {
         } else {
           barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         }
-        fetch_q<FIRST>(item, entry & 1);
+        fetch_q<EVICT_FIRST>(item, entry & 1);
         arrive(q_full());
         ++entry;
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t, ++entry) {
         if (t == 1 && !two) break;
-        announce(kKeys, there >> t * 16);
+        announce(kKeys, row_mask >> t * 16);
         if (!FP8) barrier_wait(empty(entry & 1, quarter), entry / 2 & 1);
         if constexpr (FP8) {
           // A lane copies its row. Missing ones are zeros, so that nothing stale reaches a product.
-          const unsigned bits = there >> t * 16 & 0xFFFF;
+          const unsigned bits = row_mask >> t * 16 & 0xFFFF;
           const uint32_t to = L::kRaw + row0 * kDim;
           fence_async();  // what was read there, and zeros written there, before the copies
           __syncwarp();
           if (lane == 0) barrier_expect(raw_full(quarter), __popc(bits) * kDim);
           if (lane / 16 == t && mine.exists)
-            copy_row<kDim, FIRST>(base + to + lane % 16 * kDim, mine.at, raw_full(quarter));
+            copy_row<kDim, EVICT_FIRST>(base + to + lane % 16 * kDim, mine.at, raw_full(quarter));
           for (unsigned missing = ~bits & 0xFFFF; missing; missing &= missing - 1)
             *reinterpret_cast<uint4*>(smem + to + (__ffs(missing) - 1) * kDim + lane * 16) = make_uint4(0, 0, 0, 0);
           __syncwarp();
@@ -91,10 +92,10 @@ struct Block : Scores<FP8> {
 #pragma unroll
           for (int r = 0; r < 16; ++r) {
             const int64_t row = __shfl_sync(~0u, reinterpret_cast<int64_t>(mine.at), t * 16 + r) + lane * 16;
-            const int bytes = there >> (t * 16 + r) & 1 ? 16 : 0;
+            const int bytes = row_mask >> (t * 16 + r) & 1 ? 16 : 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-              copy16<FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes,
+              copy16<EVICT_FIRST>(to + swizzled(r, lane % 8) + c * 4 * kBlockBytes,
                             reinterpret_cast<const uint8_t*>(row) + c * 512, bytes);
           }
           copies_arrive(full(entry & 1));
@@ -107,7 +108,7 @@ struct Block : Scores<FP8> {
   }
 
   // 64 heads of q as they are, BF16; E4M3 is widened.
-  template <bool FIRST>
+  template <bool EVICT_FIRST>
   __device__ __forceinline__ void fetch_q(const Item& item, int slot) const {
     const int row0 = warp % 4 * 16, to = slot * kTileBytes;
     const int64_t first = item.token * p.q_token_stride + item.head0 * p.q_head_stride;
@@ -117,7 +118,7 @@ struct Block : Scores<FP8> {
         barrier_expect(q_full(), 16 * kDim * 2);
 #pragma unroll
         for (int c = 0; c < kDim / 64; ++c)
-          copy_q<FIRST>(base + to + c * kBlockBytes + row0 * 128, call.q_map, c * 64, item.head0 + row0,
+          copy_q<EVICT_FIRST>(base + to + c * kBlockBytes + row0 * 128, call.q_map, c * 64, item.head0 + row0,
                         static_cast<int>(item.token), q_full());
       }
       __syncwarp();
@@ -130,7 +131,7 @@ struct Block : Scores<FP8> {
             static_cast<const __nv_bfloat16*>(p.q) + first + (is ? r * p.q_head_stride : 0) + lane * 8;
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          copy16<FIRST>(base + to + (c * 4 + lane / 8) * kBlockBytes + swizzled(r, lane % 8), from + c * 256,
+          copy16<EVICT_FIRST>(base + to + (c * 4 + lane / 8) * kBlockBytes + swizzled(r, lane % 8), from + c * 256,
                         is ? 16 : 0);
       }
       copies_arrive(q_full());
@@ -167,50 +168,50 @@ struct Block : Scores<FP8> {
       for (int j = 0; j < 2; ++j) {
         from[j] = L::kRaw + row * kDim + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
         to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
-        asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
+        make_opaque(from[j]), make_opaque(to[j]);  // kept, since it takes long to find out again
       }
     }
   };
-  __device__ __forceinline__ void take(Fill& fill, int quarter) const {
+  __device__ __forceinline__ void take(Fill& refill, int quarter) const {
     if constexpr (FP8) {
-      barrier_wait(raw_full(quarter), fill.entry & 1);
-      if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+      barrier_wait(raw_full(quarter), refill.entry & 1);
+      if (quarter == 0) refill.kind = reinterpret_cast<const int*>(smem + L::kKind)[refill.entry % 4];
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        fill.rows[k] = *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * kDim);
+        refill.rows[k] = *reinterpret_cast<const uint2*>(smem + refill.from[k % 2] + (quarter * 16 + k / 2 * 8) * kDim);
     }
   }
-  __device__ __forceinline__ void put(Fill& fill, int quarter) const {
-    const int slot = fill.entry & 1;
+  __device__ __forceinline__ void put(Fill& refill, int quarter) const {
+    const int slot = refill.entry & 1;
     if constexpr (!FP8) {
       barrier_arrive(empty(slot, quarter));
-      if (quarter == 3) ++fill.entry;
+      if (quarter == 3) ++refill.entry;
     } else {
-      if (fill.kind == kEnd) return;
-      if (fill.kind == kKeys) {
+      if (refill.kind == kEnd) return;
+      if (refill.kind == kKeys) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const uint2 x = fill.rows[k];
-          *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
+          const uint2 x = refill.rows[k];
+          *reinterpret_cast<uint4*>(smem + refill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
               make_uint4(e4m3_low(x.x), e4m3_high(x.x), e4m3_low(x.y), e4m3_high(x.y));
         }
         if (quarter == 3) fence_async(), barrier_arrive(full(slot));
       }
       barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
-      if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
+      if (quarter == 3) ++refill.entry, refill.to[0] ^= kTileBytes, refill.to[1] ^= kTileBytes;
     }
   }
-  __device__ __forceinline__ void take_and_put(Fill& fill) const {
+  __device__ __forceinline__ void take_and_put(Fill& refill) const {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+    for (int quarter = 0; quarter < 4; ++quarter) take(refill, quarter), put(refill, quarter);
   }
 
   __device__ __forceinline__ void multiply() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
     const int lane_row = (lane >> 3 & 1) * 8 + (lane & 7);
     uint32_t tile = 0, odd = 0, entry = 0;
-    Fill fill(warp, lane);
-    take_and_put(fill), take_and_put(fill);
+    Fill refill(warp, lane);
+    take_and_put(refill), take_and_put(refill);
     bool started = false;  // with the item: the entry after its first tile is there
     LaneLengths lengths(p, turns[0], lane);
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
@@ -219,13 +220,14 @@ struct Block : Scores<FP8> {
         const Item item(p, i, lengths);
         for (int head = warp; head < min(kHeads, p.heads - item.head0); head += 8)
           for (int k = 0; k < 2; ++k)
-            reinterpret_cast<uint4*>(out_of(item.token, item.head0 + head))[k * 32 + lane] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(output_at(p, item.token, item.head0 + head))[k * 32 + lane] =
+                make_uint4(0, 0, 0, 0);
         lengths = LaneLengths(p, turns[turn + 1], lane);
         continue;
       }
       // Outputs so far, and the maximum they are relative to.
       float o[128] = {}, relative[2];
-      if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
+      if (!started) barrier_wait(q_read(), odd), take_and_put(refill);
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
@@ -248,13 +250,13 @@ struct Block : Scores<FP8> {
           output_product<FP8, 0>(o, w, rows);
           output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
           products_commit();
-          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
-          take(fill, step);
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(refill, step - 1);
+          take(refill, step);
         }
         products_wait<0>();
         strict_wait(1 + half);
         barrier_arrive(used(buffer));
-        put(fill, 3);
+        put(refill, 3);
       }
       const float* const factors = floats(L::kFactor) + odd * kHeads + row;
       const float factor[2] = {factors[0], factors[8]};
@@ -266,16 +268,16 @@ struct Block : Scores<FP8> {
       for (int c = 0; c < 4; ++c) {
         if (FP8 && c == 2) {
           // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
-          started = fill.kind != kEnd;
+          started = refill.kind != kEnd;
           if (started) {
             barrier_wait(q_read(), odd);
 #pragma unroll
-            for (int quarter = 0; quarter < 2; ++quarter) take(fill, quarter), put(fill, quarter);
+            for (int quarter = 0; quarter < 2; ++quarter) take(refill, quarter), put(refill, quarter);
           }
         }
         if (FP8 && c == 3 && started)
 #pragma unroll
-          for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+          for (int quarter = 2; quarter < 4; ++quarter) take(refill, quarter), put(refill, quarter);
         uint32_t packed[4][4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -310,7 +312,7 @@ struct Block : Scores<FP8> {
         for (int r = 0; r < 16; r += 4) {
           const int from_row = r + lane / 8, head = head0 + from_row;
           if (head < p.heads)
-            reinterpret_cast<uint4*>(out_of(token, head) + half * (kDim / 2) + c * 64)[lane % 8] =
+            reinterpret_cast<uint4*>(output_at(p, token, head) + half * (kDim / 2) + c * 64)[lane % 8] =
                 *reinterpret_cast<const uint4*>(smem + stage + swizzled(from_row, lane % 8));
         }
       }
@@ -321,7 +323,7 @@ struct Block : Scores<FP8> {
 };
 
 // A kernel for either way of reading rows: with both in one, registers are spilled.
-template <bool FP8, bool FIRST>
+template <bool FP8, bool EVICT_FIRST>
 __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const __grid_constant__ Call p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   extern __shared__ __align__(1024) uint8_t smem[];
@@ -343,10 +345,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
     __syncthreads();
   if (warp >= 12) {
     give_registers<48>();
-    block.template fetch<FIRST>();
+    block.template fetch<EVICT_FIRST>();
   } else if (warp >= 8) {
     take_registers<144>();
-    block.weigh();
+    block.score_items();
   } else {
     take_registers<160>();
     block.multiply();
@@ -354,11 +356,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
 #endif
 }
 
-template <bool FP8, bool FIRST>
+template <bool FP8, bool EVICT_FIRST>
 cudaError_t launch(const SparseMla& call, int sms, cudaStream_t stream) {
   const Call p(call);
-  return launch_kernel<sparse_mla_m64_kernel<FP8, FIRST>>(p, min(p.items, sms), kBlockThreads, Layout<FP8>::kTotal, 1,
-                                                          stream);
+  return launch_kernel<sparse_mla_m64_kernel<FP8, EVICT_FIRST>>(p, min(p.items, sms), kBlockThreads,
+                                                                Layout<FP8>::kTotal, 1, stream);
 }
 
 }  // namespace m64

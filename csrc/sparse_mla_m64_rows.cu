@@ -40,7 +40,7 @@ template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::empty, Base::raw_full;
-  using Base::raw_empty, Base::q_read, Base::ready, Base::used, Base::known, Base::turns;
+  using Base::raw_empty, Base::q_read, Base::ready, Base::used, Base::maximum_ready, Base::turns;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
 
@@ -67,7 +67,7 @@ struct Outputs : Storage<FORMAT> {
       for (int j = 0; j < 2; ++j) {
         from[j] = L::kRaw + row * L::kNarrow + warp / 4 * (kDim / 2) + part * 16 + (begin ^ j) * 8;
         to[j] = warp / 4 * (kTileBytes / 2) + part / 4 * kBlockBytes + swizzled(row, part % 4 * 2 + (begin ^ j));
-        asm volatile("" : "+r"(from[j]), "+r"(to[j]));  // kept, since it takes long to find out again
+        make_opaque(from[j]), make_opaque(to[j]);  // kept, since it takes long to find out again
       }
     }
   };
@@ -149,7 +149,7 @@ struct Outputs : Storage<FORMAT> {
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
         // Over BF16 rows the maximum rises often: outputs are rescaled while weights are made.
-        barrier_wait(kPacked ? ready(buffer) : known(buffer), tile / 2 & 1);
+        barrier_wait(kPacked ? ready(buffer) : maximum_ready(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
         if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
@@ -182,9 +182,7 @@ struct Outputs : Storage<FORMAT> {
       odd ^= 1;
       lengths = LaneLengths(p, turns[turn + 1], lane);
       const int head0 = Item::head0(p, i) + row;
-      __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) +
-                                 int64_t{Item::token(p, i)} * p.out_token_stride + half * (kDim / 2) +
-                                 lane % 4 * 8;
+      __nv_bfloat16* const out = output_at(p, Item::token(p, i), 0) + half * (kDim / 2) + lane % 4 * 8;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (kPacked && c == 2) {
@@ -216,13 +214,13 @@ struct Outputs : Storage<FORMAT> {
         for (int n = 0; n < 4; ++n)
           if (head0 + n / 2 * 8 < p.heads)
             *reinterpret_cast<uint4*>(out + (head0 + n / 2 * 8) * p.out_head_stride + c * 64 + n % 2 * 32) =
-                make_uint4(packed[n][0], packed[n][1], packed[n][2], packed[n][3]);
+                as_uint4(packed[n]);
       }
     }
   }
 };
 
-template <RowFormat FORMAT, bool FIRST>
+template <RowFormat FORMAT, bool EVICT_FIRST>
 __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(const __grid_constant__ Call p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // called on Hopper alone
   using L = Layout<FORMAT>;
@@ -251,10 +249,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
     __syncthreads();
   if (warp >= 12) {
     give_registers<L::kFetchRegisters>();
-    Fetch<FORMAT>{block}.template fetch<FIRST>();
+    Fetch<FORMAT>{block}.template fetch<EVICT_FIRST>();
   } else if (warp >= 8) {
     take_registers<L::kScoreRegisters>();
-    Scores<FORMAT>{block}.weigh();
+    Scores<FORMAT>{block}.score_items();
   } else {
     take_registers<L::kOutputRegisters>();
     Outputs<FORMAT>{block}.multiply();
@@ -316,9 +314,8 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
   exchange(packed, lane);
   if (head >= p.heads) return;
   const int64_t token = Item::token(p, first);
-  __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + token * p.out_token_stride +
-                             head * p.out_head_stride + warp / 4 * (kDim / 2) + place / 2 * 32 + lane % 4 * 8;
-  *reinterpret_cast<uint4*>(out) = make_uint4(packed[0][0], packed[0][1], packed[0][2], packed[0][3]);
+  __nv_bfloat16* const to = output_at(p, token, head) + warp / 4 * (kDim / 2) + place / 2 * 32 + lane % 4 * 8;
+  *reinterpret_cast<uint4*>(to) = as_uint4(packed[0]);
   if (p.lse && place < 2 && warp < 4 && lane % 4 == 0) write_statistics(p, token, head, maximum, keys, most);
 #endif
 }

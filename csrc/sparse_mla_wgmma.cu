@@ -19,14 +19,14 @@ namespace wgmma {
 template <bool FP8, int N>
 struct Block : Scores<FP8, N> {
   using Base = Scores<FP8, N>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::out_of, Base::full;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::full;
   using Base::empty, Base::ready, Base::used, Base::q_full, Base::q_empty, Base::turns, Base::write_outputs;
   using L = Layout<FP8, N>;
 
   // ---------------------------------------------------------------- four warps: rows, and fp16 q, on their way
   // A warp copies 8 rows of every half of a tile, or 16 rows of every quarter; its lanes look up those of two tiles,
   // ahead of time.
-  template <bool FIRST>
+  template <bool EVICT_FIRST>
   __device__ __forceinline__ void produce() const {
     constexpr int kRows = FP8 ? 8 : 16, kQParts = 4;  // that fp16 q is loaded in
     const int my_key = (lane / kRows * 4 + warp % 4) * kRows + lane % kRows;
@@ -78,12 +78,12 @@ struct Block : Scores<FP8, N> {
       for (int key0 = 0; key0 < now.tiles * kTile; key0 += 128) {
         const int index = next;
         const Row mine(now.first + key0 + my_key < now.window ? p.swa : p.compressed, index);
-        const unsigned there = __ballot_sync(~0u, mine.exists);
+        const unsigned row_mask = __ballot_sync(~0u, mine.exists);
         next = key0 + 128 < now.tiles * kTile ? look_up(now, key0 + 128) : look_up(item, 0);
 #pragma unroll 1
         for (int h = 0; h < 32 / kRows; ++h) {
           if (key0 + h * 4 * kRows >= now.tiles * kTile) break;
-          const unsigned bits = there >> (h * kRows);
+          const unsigned bits = row_mask >> (h * kRows);
           // All rows are passed on before the first copy: a shuffle after it would wait until the copy has left. Two
           // rows' parts of a quarter are copied at once.
           const int second = FP8 ? 0 : lane / 16;
@@ -93,14 +93,15 @@ struct Block : Scores<FP8, N> {
             const int64_t row =
                 __shfl_sync(~0u, reinterpret_cast<int64_t>(mine.at), h * kRows + r * (kRows / 8) + second);
             rows[r] = reinterpret_cast<const uint8_t*>(row) + lane % (FP8 ? 32 : 16) * 16;
-            asm volatile("" : "+l"(rows[r]));
+            make_opaque(rows[r]);
           }
           if constexpr (FP8) {
             const auto copy = [&] {
               const uint32_t to = slot_of(count) + warp % 4 * L::kGroupBytes + lane / 8 * 1024;
 #pragma unroll
-              for (int r = 0; r < 8; ++r) copy16<FIRST>(to + swizzled(r, lane % 8), rows[r], bits >> r & 1 ? 16 : 0);
-              if (lane == 0) smem[L::kThere + count % L::kSlots * 4 + warp % 4] = bits;
+              for (int r = 0; r < 8; ++r)
+                copy16<EVICT_FIRST>(to + swizzled(r, lane % 8), rows[r], bits >> r & 1 ? 16 : 0);
+              if (lane == 0) smem[L::kRowMasks + count % L::kSlots * 4 + warp % 4] = bits;
               on_their_way(count++);
             };
             // The next item's q, around rows: now that the item before this one has been scored, its q is free.
@@ -114,10 +115,10 @@ struct Block : Scores<FP8, N> {
               const uint32_t to = slot_of(count) + warp % 4 * 2 * L::kGroupBytes + lane / 8 % 2 * 1024;
 #pragma unroll
               for (int r = 0; r < 8; ++r)
-                copy16<FIRST>(to + r / 4 * L::kGroupBytes + swizzled(r % 4 * 2 + second, lane % 8),
+                copy16<EVICT_FIRST>(to + r / 4 * L::kGroupBytes + swizzled(r % 4 * 2 + second, lane % 8),
                               rows[r] + quarter * 256, bits >> (r * 2 + second) & 1 ? 16 : 0);
               if (quarter == 0 && lane == 0)
-                *reinterpret_cast<uint16_t*>(smem + L::kThere + count / 4 % 4 * 8 + warp % 4 * 2) = bits;
+                *reinterpret_cast<uint16_t*>(smem + L::kRowMasks + count / 4 % 4 * 8 + warp % 4 * 2) = bits;
               on_their_way(count++);
             }
           }
@@ -261,7 +262,7 @@ struct Block : Scores<FP8, N> {
           if (item.tiles > 0) factor = reinterpret_cast<const float2*>(factors)[n * 4 + t];
           const int head = item.head0 + n * 8 + g;
           const bool is = head < p.heads;
-          __nv_bfloat16* const to = out_of(item.token, is ? head : 0);
+          __nv_bfloat16* const to = output_at(p, item.token, is ? head : 0);
           // Of four blocks of 8 dimensions, the four lanes of a head have two of each, and then eight of one each.
 #pragma unroll
           for (int m = 0; m < 4; m += 2) {
@@ -292,7 +293,7 @@ struct Block : Scores<FP8, N> {
     cluster.sync();
     const int64_t token = blockIdx.x / (p.splits * p.head_blocks);
     const int head0 = blockIdx.x / p.splits % p.head_blocks * N;
-    const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+    const float bmm2 = p.output_scale();
     const int rows = min(N, p.heads - head0);
     for (int i = blockIdx.x % p.splits * kOutputThreads + threadIdx.x; i < rows * (kDim / 4);
          i += p.splits * kOutputThreads) {
@@ -317,7 +318,7 @@ struct Block : Scores<FP8, N> {
         v.x += weight * value[r].x, v.y += weight * value[r].y, v.z += weight * value[r].z, v.w += weight * value[r].w;
       }
       const float factor = total > 0.f ? bmm2 / total : 0.f;
-      *reinterpret_cast<uint2*>(out_of(token, head) + i % (kDim / 4) * 4) =
+      *reinterpret_cast<uint2*>(output_at(p, token, head) + i % (kDim / 4) * 4) =
           make_uint2(pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
     }
     cluster.sync();  // nobody leaves while its shared memory is read

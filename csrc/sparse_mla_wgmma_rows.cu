@@ -119,7 +119,7 @@ struct Outputs : Storage<FORMAT> {
     KeyLengths lengths(p, turns[0]);
     {
       // The first item's q is loaded here, because there is nothing else to do yet.
-      PartOfQ<FORMAT, kOutputThreads / 32> q;
+      QLoader<FORMAT, kOutputThreads / 32> q;
       q.load(p, Item(p, turns[0], lengths).token, head0(turns[0]), warp, lane);
       q.store(p, warp, lane, smem + L::kQ, floats(L::kScale));
       barrier_arrive(q_full(0));

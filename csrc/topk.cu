@@ -42,16 +42,6 @@ __device__ float4 load_vector(const float* from) {
   return v;
 }
 
-// The sum over this lane and those before it.
-__device__ uint32_t up_to_lane(uint32_t x, int lane) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAll, x, distance);
-    if (lane >= distance) x += other;
-  }
-  return x;
-}
-
 struct Shared {
   uint4 bins[kThreads];
   uint32_t warps[kWarps], blocks[kBlocks];  // what each has
@@ -151,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
       const uint4 bins = shared.bins[last];
       shared.bins[last] = make_uint4(0, 0, 0, 0);  // for the next digit
       const uint32_t counts[kWidth] = {bins.w, bins.z, bins.y, bins.x};
-      const uint32_t sum = bins.x + bins.y + bins.z + bins.w, so_far = up_to_lane(sum, lane);
+      const uint32_t sum = bins.x + bins.y + bins.z + bins.w, so_far = sum_up_to_lane(sum, lane);
       if (lane == 31) shared.warps[warp] = so_far;
       __syncthreads();
       uint32_t above = __reduce_add_sync(kAll, lane < warp ? shared.warps[lane] : 0) + so_far - sum;
@@ -198,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const __grid_constant__ 
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     if (v >= vectors) break;
-    const uint32_t sum = sum_of(v), so_far = up_to_lane(sum, lane);
+    const uint32_t sum = sum_of(v), so_far = sum_up_to_lane(sum, lane);
     uint32_t left = before + so_far - sum;
     before += __shfl_sync(kAll, so_far, 31);
 #pragma unroll

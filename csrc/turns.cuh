@@ -59,22 +59,13 @@ __device__ __forceinline__ void sort_items(const Turns& turns, uint8_t* scratch,
   __syncthreads();
   const int turn = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  // Sums over the lanes before this one.
-  const auto before = [&](int mine) {
-    int sum = mine;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const int theirs = __shfl_up_sync(~0u, sum, by);
-      if (lane >= by) sum += theirs;
-    }
-    return sum - mine;
-  };
+  const auto sum_before_lane = [&](int mine) { return sum_up_to_lane(mine, lane) - mine; };
   if (turn < kMostTurns) {
     int found = items;
     if (rank < items) {
       // The item of that rank is the `nth` of its size. A lane has two sizes.
       const int2 of = reinterpret_cast<const int2*>(counts)[lane];
-      int nth = rank - before(of.x + of.y), size = 2 * lane;
+      int nth = rank - sum_before_lane(of.x + of.y), size = 2 * lane;
       const int from = __ffs(__ballot_sync(~0u, nth >= 0 && nth < of.x + of.y)) - 1;
       if (nth >= of.x) nth -= of.x, ++size;
       nth = __shfl_sync(~0u, nth, from), size = __shfl_sync(~0u, size, from);
@@ -85,7 +76,7 @@ __device__ __forceinline__ void sort_items(const Turns& turns, uint8_t* scratch,
           return (__vcmpeq4(four, size * 0x01010101u) & 0x08040201u) * 0x01010101u >> 24;
         };
         uint32_t same = bits(x.x) | bits(x.y) << 4 | bits(x.z) << 8 | bits(x.w) << 12;
-        const int mine = __popc(same), earlier = before(mine);
+        const int mine = __popc(same), earlier = sum_before_lane(mine);
         const unsigned has_it = __ballot_sync(~0u, nth >= earlier && nth < earlier + mine);
         if (has_it) {
           for (int n = earlier; n < nth; ++n) same &= same - 1;

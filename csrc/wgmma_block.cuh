@@ -146,7 +146,7 @@ __device__ __forceinline__ void load_q(const Params& p, const Item& item, int wa
   for (int i = 0; i < kRows; ++i) largest[i] = largest_of(raw[i]);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) largest[i] = __reduce_max_sync(~0u, largest[i]);
-  const float scale = (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+  const float scale = p.score_scale();
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int row = i * WARPS + warp % WARPS;
@@ -195,8 +195,8 @@ struct Layout {
   static constexpr int kFactor = kCorrection + 2 * N * 4;      // [weights][N]; of partial output: maxima, sums
   static constexpr int kState = kFactor + 2 * N * 4;           // [weights]: whether outputs are to be corrected
   // A bit for every row: [slots][4 warps that fetch], or of quarters [4 tiles][4 warps].
-  static constexpr int kThere = kState + 16;
-  static constexpr int kTurns = kThere + (FP8 ? kSlots * 4 : 4 * 8);
+  static constexpr int kRowMasks = kState + 16;
+  static constexpr int kTurns = kRowMasks + (FP8 ? kSlots * 4 : 4 * 8);
   static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + (2 * kSlots + 8) * 8;
   static_assert(!FP8 || kSlots % 2 == 0, "bits of a tile's halves must lie together");

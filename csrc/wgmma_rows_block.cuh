@@ -66,16 +66,16 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kRing = kWeights + 2 * kWeightBytes;     // [slots]
   // [slots][32 rows][16 bytes]: scales as they come. UE8M0 ones are then replaced by their ratios to the row's power of
   // two, fp16, and by the exponent of that in the last two bytes.
-  static constexpr int kOfRows = kRing + kSlots * kSlotBytes;
-  static constexpr int kRatios = kOfRows + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
+  static constexpr int kRowScales = kRing + kSlots * kSlotBytes;
+  static constexpr int kRatios = kRowScales + kSlots * 32 * 16;    // [slots][groups][32 rows]: the same ratios
   static constexpr int kScale = kRatios + kSlots * R::kGroups * 32 * 2;  // [items, even and odd][kHeads]
   static constexpr int kMaximum = kScale + 2 * kHeads * 4;      // [kHeads]
   static constexpr int kReduce = kMaximum + kHeads * 4;         // [4 warps][kHeads]: largest score, or sum
   static constexpr int kCorrection = kReduce + 4 * kHeads * 4;  // [weights][kHeads]
   static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of shared keys: sinks
   static constexpr int kState = kFactor + 2 * kHeads * 4;       // [weights]: whether outputs are to be corrected
-  static constexpr int kThere = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
-  static constexpr int kTurns = kThere + kSlots * 4;
+  static constexpr int kRowMasks = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
+  static constexpr int kTurns = kRowMasks + kSlots * 4;
   static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
   static constexpr int kQ = (kBarriers + (2 * kSlots + 8) * 8 + 1023) / 1024 * 1024;  // [items, even and odd]
   // In place of the second item's q: a block that shares keys has one item, and is told the others' outputs while it
@@ -102,9 +102,9 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   }
   // The lane, but as the compiler does not know it: what follows from it is computed again instead of being kept in
   // registers, which are few.
-  __device__ __forceinline__ int lane_again() const {
+  __device__ __forceinline__ int opaque_lane() const {
     int again = lane;
-    asm volatile("" : "+r"(again));
+    make_opaque(again);
     return again;
   }
   __device__ __forceinline__ Told& told() const { return *reinterpret_cast<Told*>(Base::smem + L::kTold); }
@@ -117,7 +117,7 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
 // The heads of q that one of WARPS warps brings into shared memory as B operand: 512 dimensions as fp16, the tail
 // (dimensions of keys alone) as BF16. A row is divided by a power of two, which goes back in with the softmax scale.
 template <RowFormat FORMAT, int WARPS>
-struct PartOfQ {
+struct QLoader {
   using L = Layout<FORMAT>;
   static constexpr int kRows = kHeads / WARPS;
   uint4 raw[kRows][2], tail;  // a lane has 16 dimensions of each row, and 8 of the tail of row lane / 8

@@ -12,7 +12,7 @@ template <RowFormat FORMAT>
 struct Scores : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::states, Base::ready;
-  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::lane_again, Base::head0, Base::told;
+  using Base::used, Base::q_full, Base::q_empty, Base::turns, Base::thread, Base::opaque_lane, Base::head0, Base::told;
   using Base::guess_maximum, Base::raise_maximum, Base::maximum_and_sum, Base::wait_full;
   using typename Base::Position;
   using L = Layout<FORMAT>;
@@ -34,7 +34,7 @@ struct Scores : Storage<FORMAT> {
   __device__ __forceinline__ void scores(float (&s)[kN / 2], uint32_t (&powers)[2], WeightInputs& inputs, Position& own,
                                          Position& other, uint32_t tile, bool started, int q_buffer) const {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
-    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
+    make_opaque(q_at);  // or else ptxas keeps 32 descriptors in registers
     const uint64_t q = descriptor(q_at);
     const auto q_of = [&](int step) { return q + ((step / 4 * kN * 128 + step % 4 * 32) >> 4); };
     wait_full(own);
@@ -42,7 +42,7 @@ struct Scores : Storage<FORMAT> {
     // bytes of both.
     const uint32_t slot = own.slot, row = slot * 32 + (warp & 1) * 16 + lane / 4;
     const uint32_t rows = base + L::kRing + slot * L::kSlotBytes + ((warp & 1) * 2 + (lane >> 3 & 1)) * L::kGroupBytes;
-    const uint8_t* const row_scales = smem + L::kOfRows + row * 16;  // of row g; of g + 8 128 bytes further
+    const uint8_t* const row_scales = smem + L::kRowScales + row * 16;  // of row g; of g + 8 128 bytes further
 
     // Three batches have fragments: one whose products go on, one whose products are issued, and one that is widened.
     // Two have rows in `raw`: the last of these, and the next. The wide batch comes first, since its rows are operands
@@ -126,9 +126,9 @@ struct Scores : Storage<FORMAT> {
       }
     }
     wait_full(other);  // before its rows' bits are read
-    const int t = lane_again() % 4;
-    inputs.own_half = *reinterpret_cast<const uint32_t*>(smem + L::kThere + own.slot * 4);
-    inputs.other_half = *reinterpret_cast<const uint32_t*>(smem + L::kThere + other.slot * 4);
+    const int t = opaque_lane() % 4;
+    inputs.own_half = *reinterpret_cast<const uint32_t*>(smem + L::kRowMasks + own.slot * 4);
+    inputs.other_half = *reinterpret_cast<const uint32_t*>(smem + L::kRowMasks + other.slot * 4);
     own = own.next(2), other = other.next(2);
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
@@ -157,7 +157,7 @@ struct Scores : Storage<FORMAT> {
   // is without powers. `started`: whether the item has a maximum yet.
   __device__ __forceinline__ void weights(float (&s)[kN / 2], const uint32_t (&powers)[2], const WeightInputs& inputs,
                                           float (&sum)[kN / 4], uint32_t tile, bool& started) const {
-    const int lane = lane_again(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
+    const int lane = opaque_lane(), g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
     const bool any_row = inputs.own_half | inputs.other_half;
     // Rows 0 and 8 of the tile, if one of them exists, are what the maximum is guessed from.
     const bool can_guess = (group_warp & 2 ? inputs.other_half : inputs.own_half) & 0x0101;

@@ -17,7 +17,7 @@ struct Scores : Storage<FP8, N> {
   // Scores of 64 keys, S^T = K Q^T.
   __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t tile, int q_buffer) const {
     uint32_t q_at = base + L::kQ + q_buffer * L::kQBytes;
-    asm volatile("" : "+r"(q_at));  // or else ptxas keeps 32 descriptors in registers
+    make_opaque(q_at);  // or else ptxas keeps 32 descriptors in registers
     const uint64_t q = descriptor(q_at);
     if constexpr (!FP8) {
       // A quarter of the dimensions is multiplied as soon as it is there.
@@ -94,9 +94,9 @@ struct Scores : Storage<FP8, N> {
                                           bool is_last) const {
     const int g = lane / 4, t = lane % 4, group_warp = warp % 4, buffer = tile % 2;
     const int there_at = FP8 ? 2 * tile % L::kSlots * 4 : tile % 4 * 8;
-    const uint2 there = *reinterpret_cast<const uint2*>(smem + L::kThere + there_at);
+    const uint2 row_mask = *reinterpret_cast<const uint2*>(smem + L::kRowMasks + there_at);
     // Of a tile's rows 0 and 8, one.
-    const bool any = there.x | there.y, reference = there.x & 0x0101;
+    const bool any = row_mask.x | row_mask.y, reference = row_mask.x & 0x0101;
     const float2* const scale = reinterpret_cast<const float2*>(floats(L::kScale) + odd * N) + t;
     float2* const maximum = reinterpret_cast<float2*>(floats(L::kMaximum)) + t;
 #pragma unroll
@@ -105,7 +105,7 @@ struct Scores : Storage<FP8, N> {
       s[n * 4] = fmaf(s[n * 4], x.x, -m.x), s[n * 4 + 1] = fmaf(s[n * 4 + 1], x.y, -m.y);
       s[n * 4 + 2] = fmaf(s[n * 4 + 2], x.x, -m.x), s[n * 4 + 3] = fmaf(s[n * 4 + 3], x.y, -m.y);
     }
-    const uint32_t mine = (group_warp & 2 ? there.y : there.x) >> (group_warp & 1) * 16 & 0xFFFF;
+    const uint32_t mine = (group_warp & 2 ? row_mask.y : row_mask.x) >> (group_warp & 1) * 16 & 0xFFFF;
     drop_missing(s, mine, g);
     if (!started && reference) guess_maximum(s, maximum, lane);
     float excess = started || reference ? -INFINITY : INFINITY;
@@ -150,7 +150,7 @@ struct Scores : Storage<FP8, N> {
       if (p.splits > 1) {
         factors[head] = largest, factors[N + head] = total;
       } else {
-        const float bmm2 = p.bmm2_tensor ? *p.bmm2_tensor : p.bmm2;
+        const float bmm2 = p.output_scale();
         const float sink = floats(L::kSink)[odd * N + head];
         const float shift = fmaxf(largest, sink), mine = exp2_fast(largest - shift);
         total = total * mine + exp2_fast(sink - shift);
@@ -162,7 +162,7 @@ struct Scores : Storage<FP8, N> {
   // q as it is, BF16, on its way: `heads` heads (or N) from `q` on.
   __device__ __forceinline__ void copy_q(const __nv_bfloat16* q, int heads) const {
     int row0 = warp % 4, lane = this->lane;
-    asm volatile("" : "+r"(row0), "+r"(lane));  // or else ptxas keeps addresses in registers, tile after tile
+    make_opaque(row0), make_opaque(lane);  // or else ptxas keeps addresses in registers, tile after tile
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       const int row = i * 4 + row0;
@@ -188,7 +188,7 @@ struct Scores : Storage<FP8, N> {
       heads = p.heads - item.head0;
       sink = my_head < N && my_head < heads && p.sinks ? p.sinks[item.head0 + my_head] : -INFINITY;
     };
-    const float scale = FP8 ? 0.f : (p.bmm1_tensor ? *p.bmm1_tensor : p.bmm1) * kLog2e;
+    const float scale = FP8 ? 0.f : p.score_scale();
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const Item item(p, i, N, lengths);
       if (!FP8 && item.tiles > 0) {

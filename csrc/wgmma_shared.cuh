@@ -15,9 +15,9 @@ inline constexpr float kMargin = 4.f;
 
 // Rows whose bit of the sixteen is not set are missing.
 template <int N>
-__device__ __forceinline__ void drop_missing(float (&s)[N], uint32_t there, int g) {
-  if (there == 0xFFFF) return;
-  const bool low = there >> g & 1, high = there >> (8 + g) & 1;
+__device__ __forceinline__ void drop_missing(float (&s)[N], uint32_t row_mask, int g) {
+  if (row_mask == 0xFFFF) return;
+  const bool low = row_mask >> g & 1, high = row_mask >> (8 + g) & 1;
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (!(i & 2 ? high : low)) s[i] = -INFINITY;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_partial(float* to, const float (&acc)[4][N
 template <typename PARAMS, typename LAYOUT>
 struct Pipeline : Thread<PARAMS> {
   using Base = Thread<PARAMS>;
-  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::out_of;
+  using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats;
 
   __device__ __forceinline__ int* states() const { return reinterpret_cast<int*>(smem + LAYOUT::kState); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + LAYOUT::kBarriers + i * 8; }
@@ -181,8 +181,7 @@ struct Pipeline : Thread<PARAMS> {
 #pragma unroll
       for (int m = 0; m < 4; ++m) packed[m] = pack_bf16(acc[m][at] * factor, acc[m][at + 2] * factor);
       if (head0 + head < p.heads)
-        *reinterpret_cast<uint4*>(out_of(token, head0 + head) + dim) =
-            make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        *reinterpret_cast<uint4*>(output_at(p, token, head0 + head) + dim) = as_uint4(packed);
     }
   }
 };
