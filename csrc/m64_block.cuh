@@ -116,11 +116,11 @@ struct Layout {
   static constexpr int kSecondQ = 2 * kTileBytes;                   // second half of the dimensions
   static constexpr int kRaw = kSecondQ + kTileBytes / 2;            // [kTile] rows, if E4M3
   static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);  // [2]
-  static constexpr int kStage = kWeights + 2 * kBlockBytes;         // [8 warps][16 heads][64 dimensions]
-  static constexpr int kMaximum = kStage + 8 * 16 * 128;            // [2 weights][kHeads]
+  static constexpr int kStaging = kWeights + 2 * kBlockBytes;       // [8 warps][16 heads][64 dimensions], outputs
+  static constexpr int kMaximum = kStaging + 8 * 16 * 128;            // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;         // [items, even and odd][kHeads]
-  static constexpr int kKind = kFactor + 2 * kHeads * 4;            // [4 entries]
-  static constexpr int kRowMasks = kKind + 4 * 4;                      // [4 entries]: a bit for every row
+  static constexpr int kKinds = kFactor + 2 * kHeads * 4;            // [4 entries]
+  static constexpr int kRowMasks = kKinds + 4 * 4;                      // [4 entries]: a bit for every row
   static constexpr int kTurns = kRowMasks + 4 * 8;
   static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 16 * 8;
@@ -179,6 +179,16 @@ __device__ __forceinline__ void copy_q(uint32_t to, const CUtensorMap& q, int di
         "[%5];" ::"r"(to), "l"(&q), "r"(dim), "r"(head), "r"(token), "r"(barrier) : "memory");
 }
 
+// The same of outputs, from shared memory, and the wait until all that this thread has stored so have been read there.
+__device__ __forceinline__ void store_outputs(const CUtensorMap& out, int dim, int head, int token, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&out), "r"(dim), "r"(head), "r"(token), "r"(from) : "memory");
+}
+__device__ __forceinline__ void tensor_stores_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Lengths of an item's token, asked for long before they are needed: `visible`, then `topk`.
 struct LaneLengths : LanePair {
   __device__ __forceinline__ LaneLengths(const Params& p, int i, int lane)
@@ -202,7 +212,7 @@ struct Item {
 };
 
 // An entry of the ring is q of an item, or one of the tiles that follow it; entry i is in slot i % 2.
-enum Kind { kEnd, kQ, kKeys };
+enum EntryKind { kEnd, kQ, kKeys };
 
 // What lies in shared memory.
 template <bool FP8>

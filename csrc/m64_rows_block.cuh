@@ -13,11 +13,11 @@ using m64::bf16_pair;
 using m64::copy_q;
 using m64::copy_row;
 using m64::drop_missing;
+using m64::EntryKind;
 using m64::kBlockBytes;
 using m64::kBlockThreads;
 using m64::kEnd;
 using m64::kHeads;
-using m64::Kind;
 using m64::kKeys;
 using m64::kQ;
 using m64::kTileBytes;
@@ -54,8 +54,8 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kPowers = kScales + (kIsV4 ? 2 * kTile * 8 : 0);
   // [4 entries][4 quarters], a byte each: the power if all 16 rows have the same, and else 0.
   static constexpr int kCommon = kPowers + 4 * kTile;
-  static constexpr int kKind = kCommon + 4 * 4;  // [4 entries]
-  static constexpr int kTurns = kKind + 4 * 4;
+  static constexpr int kKinds = kCommon + 4 * 4;  // [4 entries]
+  static constexpr int kTurns = kKinds + 4 * 4;
   static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 18 * 8;
   static_assert(kWeights % 1024 == 0, "an operand begins at a multiple of 1024 bytes");

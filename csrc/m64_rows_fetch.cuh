@@ -146,7 +146,7 @@ struct Fetch : Storage<FORMAT> {
   // parts go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it;
   // wide parts wait for the same slot.
   template <bool EVICT_FIRST>
-  __device__ __forceinline__ void fetch() const {
+  __device__ __forceinline__ void fetch_items() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
     int buffer = 0;           // of what comes a tile ahead
@@ -155,7 +155,7 @@ struct Fetch : Storage<FORMAT> {
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto announce = [&](Kind kind, unsigned row_mask) {
+    const auto announce = [&](EntryKind kind, unsigned row_mask) {
       if constexpr (kPacked) {
         barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
         if (is_waiting) {
@@ -163,7 +163,7 @@ struct Fetch : Storage<FORMAT> {
           for (int k = 0; k < 4; ++k) put_wide(k, entry - 1, waiting(buffer ^ 1, k));
           wide_is_put(entry - 1), is_waiting = false;
         }
-        if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+        if (quarter == 0 && lane == 0) reinterpret_cast<int*>(smem + L::kKinds)[entry % 4] = kind;
       } else if (lane == 0) {
         *reinterpret_cast<uint16_t*>(smem + L::kPowers + entry % 4 * kTile + quarter * 2) =
             static_cast<uint16_t>(row_mask);

@@ -69,6 +69,38 @@ __device__ __forceinline__ uint32_t transposed8(uint32_t x) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
   return r;
 }
+// Of four lanes, whose numbers end in t: word i of lane t and word t of lane i change places.
+__device__ __forceinline__ void transpose4(uint32_t (&x)[4], int t) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? x[i] : x[i + 1], 1);
+    (t & 1 ? x[i] : x[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, t & 2 ? x[i] : x[i + 2], 2);
+    (t & 2 ? x[i] : x[i + 2]) = other;
+  }
+}
+// The same of N fours of words at once, since a shuffle is waited for.
+template <int N>
+__device__ __forceinline__ void transpose4(uint32_t (&x)[N][4], int lane) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? x[n][i] : x[n][i + 1], 1);
+      (lane & 1 ? x[n][i] : x[n][i + 1]) = other;
+    }
+  const bool is_upper = lane & 2;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t other = __shfl_xor_sync(~0u, is_upper ? x[n][i] : x[n][i + 2], 2);
+      (is_upper ? x[n][i] : x[n][i + 2]) = other;
+    }
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int REGISTERS>

@@ -1,9 +1,9 @@
 // Sparse MLA over full-width rows for Hopper, 64 heads a block: docs/sm90-sparse-mla.md.
 //
-// Heads on M, S = Q K^T and O = P V. One warpgroup makes scores and weights of one tile of 64 keys after another, with
-// half of q in registers. Two multiply weights by rows, 256 dimensions each, and widen E4M3 rows to fp16. The fourth
-// fetches rows, and q, into a ring of two slots. So nobody does two things in turns, and the next item's q comes like
-// any tile.
+// Heads on M, S = Q K^T and O = P V. Each warpgroup has one role. One computes scores and weights of one tile of 64
+// keys after another, with half of q in registers. Two add weights times rows to the outputs, 256 dimensions each, and
+// widen E4M3 rows to fp16. The fourth, the producer, fetches rows and q into a ring of two slots, so that the next
+// item's q comes like any tile.
 
 #include "m64_scores.cuh"
 
@@ -17,23 +17,24 @@ struct Block : Scores<FP8> {
   using Base::raw_empty, Base::q_full, Base::q_read, Base::ready, Base::used, Base::call, Base::turns;
   using L = Layout<FP8>;
 
-  // ---------------------------------------------------------------- rows, and q, on their way
-  // A warp has 16 rows of every tile, and 16 heads of q. BF16 rows go into the ring as soon as a slot is free. E4M3
-  // rows go where the warpgroups that multiply will find them when they have done with a slot, and widen them into it.
+  // ---------------------------------------------------------------- the producer
+  // What this warpgroup does. A warp has 16 rows of every tile, a quarter, and 16 heads of q. BF16 rows go into the
+  // ring as soon as a slot is free. E4M3 rows wait as raw rows, from where the output warpgroups widen them into a slot
+  // when they are done with it.
   template <bool EVICT_FIRST>
-  __device__ __forceinline__ void fetch() const {
+  __device__ __forceinline__ void fetch_items() const {
     const int quarter = warp % 4, row0 = quarter * 16;
     uint32_t entry = 0;
-    // By lane 0 of a warp, with the copies of all lanes.
+    // One arrival of a warp for what its lane 0 has announced, besides those of all lanes for their copies.
     const auto arrive = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
-    const auto announce = [&](Kind kind, unsigned row_mask) {
+    const auto announce = [&](EntryKind kind, unsigned row_mask) {
       if (FP8) barrier_wait(raw_empty(quarter), entry & 1 ^ 1);
       if (lane == 0) {
         *reinterpret_cast<uint16_t*>(smem + L::kRowMasks + entry % 4 * 8 + warp % 4 * 2) =
             static_cast<uint16_t>(row_mask);
-        if (warp % 4 == 0) reinterpret_cast<int*>(smem + L::kKind)[entry % 4] = kind;
+        if (warp % 4 == 0) reinterpret_cast<int*>(smem + L::kKinds)[entry % 4] = kind;
       }
     };
     // A lane looks up a row of two tiles, two tiles ahead: its index, -1 where there is none, -2 after the last item.
@@ -151,18 +152,20 @@ struct Block : Scores<FP8> {
   }
 
   // ---------------------------------------------------------------- outputs, 256 dimensions
-  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() loads a quarter
-  // of this warpgroup's dimensions, also of an entry that is no rows, so that nothing waits for loads before put(),
-  // which stores them, widened, once that quarter of the slot is free.
+  // How a slot of the ring is refilled. Entry `entry` replaces the last entry but one, a quarter (16 keys) at a time.
+  // load_quarter() loads the raw values of a quarter, of this warpgroup's dimensions. store_quarter() stores them,
+  // widened, once that quarter of the slot is free. Values are loaded for any kind of entry, so that nothing waits for
+  // loads in between. BF16 rows need no widening: for them store_quarter() hands the quarter back to the producer.
+  //
   // A lane has 16 values of a row, and of the row 8 further, whose swizzle is the same; 8 of them are a store. Lanes 4
   // apart, and 8 apart, begin with different ones, so that a warp's stores, and loads, go to different banks.
-  struct Fill {
-    uint32_t from[2], to[2];  // where rows wait, and in the entry's slot
+  struct Refill {
+    uint32_t from[2], to[2];  // in the raw rows, and in the entry's slot
     uint32_t entry = 0;
     int kind = kEnd;
     uint2 rows[4];
 
-    __device__ __forceinline__ Fill(int warp, int lane) {
+    __device__ __forceinline__ Refill(int warp, int lane) {
       const int row = warp % 4 * 2 + lane / 16, part = lane % 16, begin = (lane >> 2 ^ lane >> 3) & 1;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -172,16 +175,16 @@ struct Block : Scores<FP8> {
       }
     }
   };
-  __device__ __forceinline__ void take(Fill& refill, int quarter) const {
+  __device__ __forceinline__ void load_quarter(Refill& refill, int quarter) const {
     if constexpr (FP8) {
       barrier_wait(raw_full(quarter), refill.entry & 1);
-      if (quarter == 0) refill.kind = reinterpret_cast<const int*>(smem + L::kKind)[refill.entry % 4];
+      if (quarter == 0) refill.kind = reinterpret_cast<const int*>(smem + L::kKinds)[refill.entry % 4];
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         refill.rows[k] = *reinterpret_cast<const uint2*>(smem + refill.from[k % 2] + (quarter * 16 + k / 2 * 8) * kDim);
     }
   }
-  __device__ __forceinline__ void put(Fill& refill, int quarter) const {
+  __device__ __forceinline__ void store_quarter(Refill& refill, int quarter) const {
     const int slot = refill.entry & 1;
     if constexpr (!FP8) {
       barrier_arrive(empty(slot, quarter));
@@ -201,18 +204,19 @@ struct Block : Scores<FP8> {
       if (quarter == 3) ++refill.entry, refill.to[0] ^= kTileBytes, refill.to[1] ^= kTileBytes;
     }
   }
-  __device__ __forceinline__ void take_and_put(Fill& refill) const {
+  __device__ __forceinline__ void refill_quarters(Refill& refill, int first, int end) const {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) take(refill, quarter), put(refill, quarter);
+    for (int quarter = first; quarter < end; ++quarter) load_quarter(refill, quarter), store_quarter(refill, quarter);
   }
 
-  __device__ __forceinline__ void multiply() const {
+  // What these two warpgroups do.
+  __device__ __forceinline__ void accumulate_items() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
     const int lane_row = (lane >> 3 & 1) * 8 + (lane & 7);
-    uint32_t tile = 0, odd = 0, entry = 0;
-    Fill refill(warp, lane);
-    take_and_put(refill), take_and_put(refill);
-    bool started = false;  // with the item: the entry after its first tile is there
+    uint32_t tile = 0, item_parity = 0, entry = 0;
+    Refill refill(warp, lane);
+    refill_quarters(refill, 0, 4), refill_quarters(refill, 0, 4);
+    bool is_refilled = false;  // the slot of the item's q, with the entry that follows its first tile
     LaneLengths lengths(p, turns[0], lane);
     for (int turn = 0, i = turns[0]; i < p.items; i = turns[++turn]) {
       const int tiles = Item(p, i, lengths).tiles;
@@ -225,24 +229,23 @@ struct Block : Scores<FP8> {
         lengths = LaneLengths(p, turns[turn + 1], lane);
         continue;
       }
-      // Outputs so far, and the maximum they are relative to.
-      float o[128] = {}, relative[2];
-      if (!started) barrier_wait(q_read(), odd), take_and_put(refill);
+      float o[128] = {}, maximum[2];  // outputs so far, and what they are relative to
+      if (!is_refilled) barrier_wait(q_read(), item_parity), refill_quarters(refill, 0, 4);
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
         barrier_wait(ready(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
-        if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
-          const float factor[2] = {exp2_fast(relative[0] - now[0]), exp2_fast(relative[1] - now[1])};
+        if (left < tiles && __any_sync(~0u, now[0] != maximum[0] || now[1] != maximum[1])) {
+          const float factor[2] = {exp2_fast(maximum[0] - now[0]), exp2_fast(maximum[1] - now[1])};
 #pragma unroll
           for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
-        relative[0] = now[0], relative[1] = now[1];
+        maximum[0] = now[0], maximum[1] = now[1];
         const uint64_t weights = descriptor(base + L::kWeights + buffer * kBlockBytes);
         const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
-        // Rows are widened while products of the next ones run.
+        // A k-step is a quarter of the keys. Its slot is refilled while products of the next step run.
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           products_begin();
@@ -250,34 +253,31 @@ struct Block : Scores<FP8> {
           output_product<FP8, 0>(o, w, rows);
           output_product<FP8, 64>(o, w, rows + (2 * kBlockBytes >> 4));
           products_commit();
-          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(refill, step - 1);
-          take(refill, step);
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), store_quarter(refill, step - 1);
+          load_quarter(refill, step);
         }
         products_wait<0>();
         strict_wait(1 + half);
         barrier_arrive(used(buffer));
-        put(refill, 3);
+        store_quarter(refill, 3);
       }
-      const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+      const float* const factors = floats(L::kFactor) + item_parity * kHeads + row;
       const float factor[2] = {factors[0], factors[8]};
-      odd ^= 1;
+      item_parity ^= 1;
       const int64_t token = i >> p.head_blocks - 1;
       const int head0 = (i & p.head_blocks - 1) * kHeads + warp % 4 * 16;
-      const uint32_t stage = L::kStage + warp * 2048;
+      const uint32_t staging = L::kStaging + warp * 2048;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (FP8 && c == 2) {
           // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
-          started = refill.kind != kEnd;
-          if (started) {
-            barrier_wait(q_read(), odd);
-#pragma unroll
-            for (int quarter = 0; quarter < 2; ++quarter) take(refill, quarter), put(refill, quarter);
+          is_refilled = refill.kind != kEnd;
+          if (is_refilled) {
+            barrier_wait(q_read(), item_parity);
+            refill_quarters(refill, 0, 2);
           }
         }
-        if (FP8 && c == 3 && started)
-#pragma unroll
-          for (int quarter = 2; quarter < 4; ++quarter) take(refill, quarter), put(refill, quarter);
+        if (FP8 && c == 3 && is_refilled) refill_quarters(refill, 2, 4);
         uint32_t packed[4][4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -287,24 +287,20 @@ struct Block : Scores<FP8> {
             packed[n][k] = pack_bf16(o[j] * factor[k % 2], o[j + 1] * factor[k % 2]);
           }
         if (FP8) {
-          hold(packed);  // before the wait
-          if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // none, if not mapped
+          hold(packed);  // they are converted before the wait
+          if (lane == 0) tensor_stores_wait();  // the staging memory is free; at once, if there are none
         }
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < 4; ++n)
-          stmatrix(base + stage + swizzled(lane_row, n * 2 + (lane >> 4)), packed[n][0], packed[n][1], packed[n][2],
+          stmatrix(base + staging + swizzled(lane_row, n * 2 + (lane >> 4)), packed[n][0], packed[n][1], packed[n][2],
                    packed[n][3]);
         if (c == 1) lengths = LaneLengths(p, turns[turn + 1], lane);  // long before its use, where registers are free
         if (FP8 && call.is_mapped) {
           fence_async();
           __syncwarp();
           if (lane == 0)
-            asm volatile(
-                "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
-                "cp.async.bulk.commit_group;" ::"l"(&call.out_map), "r"(half * (kDim / 2) + c * 64), "r"(head0),
-                "r"(static_cast<int>(token)), "r"(base + stage)
-                : "memory");
+            store_outputs(call.out_map, half * (kDim / 2) + c * 64, head0, static_cast<int>(token), base + staging);
           continue;
         }
         __syncwarp();
@@ -313,12 +309,11 @@ struct Block : Scores<FP8> {
           const int from_row = r + lane / 8, head = head0 + from_row;
           if (head < p.heads)
             reinterpret_cast<uint4*>(output_at(p, token, head) + half * (kDim / 2) + c * 64)[lane % 8] =
-                *reinterpret_cast<const uint4*>(smem + stage + swizzled(from_row, lane % 8));
+                *reinterpret_cast<const uint4*>(smem + staging + swizzled(from_row, lane % 8));
         }
       }
     }
-    // Shared memory stays until it has been read.
-    if (FP8 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (FP8 && lane == 0) tensor_stores_wait();  // shared memory must stay until it has been read
   }
 };
 
@@ -345,13 +340,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_kernel(const 
     __syncthreads();
   if (warp >= 12) {
     give_registers<48>();
-    block.template fetch<EVICT_FIRST>();
+    block.template fetch_items<EVICT_FIRST>();
   } else if (warp >= 8) {
     take_registers<144>();
     block.score_items();
   } else {
     take_registers<160>();
-    block.multiply();
+    block.accumulate_items();
   }
 #endif
 }

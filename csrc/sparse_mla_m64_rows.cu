@@ -13,29 +13,7 @@
 namespace mla {
 namespace m64_rows {
 
-// Of four blocks of 8 dimensions a lane has 2 (one register) of each, and gets the block of its place among the four
-// lanes of a head: of N such words at once, since a shuffle is waited for.
-template <int N>
-__device__ __forceinline__ void exchange(uint32_t (&w)[N][4], int lane) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      const uint32_t theirs = __shfl_xor_sync(~0u, lane & 1 ? w[n][j] : w[n][j + 1], 1);
-      (lane & 1 ? w[n][j] : w[n][j + 1]) = theirs;
-    }
-  // Now an even lane has four dimensions of the first block, then of the third; an odd one of the second and fourth.
-  const bool is_upper = lane & 2;
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t theirs = __shfl_xor_sync(~0u, is_upper ? w[n][j] : w[n][j + 2], 2);
-      (is_upper ? w[n][j] : w[n][j + 2]) = theirs;
-    }
-}
-
-// Outputs, 256 dimensions.
+// What the two output warpgroups do, each with 256 dimensions.
 template <RowFormat FORMAT>
 struct Outputs : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
@@ -44,20 +22,22 @@ struct Outputs : Storage<FORMAT> {
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
 
-  // Entry `entry` comes into the slot of the last entry but one, a quarter (16 keys) at a time. take() loads a quarter
-  // of this warpgroup's dimensions, also of an entry that is no rows, so that nothing waits for loads before put(),
-  // which stores them, widened, once that quarter of the slot is free.
+  // How a slot of the ring is refilled. Entry `entry` replaces the last entry but one, a quarter (16 keys) at a time.
+  // load_quarter() loads the raw values of a quarter, of this warpgroup's dimensions. store_quarter() stores them,
+  // widened, once that quarter of the slot is free. Values are loaded for any kind of entry, so that nothing waits for
+  // loads in between. BF16 rows need no widening: for them store_quarter() hands the quarter back to the producer.
+  //
   // A lane has 16 values of a row, and of the row 8 further, whose swizzle is the same; 8 of them are a store. Lanes 4
   // apart, and 8 apart, begin with different ones, so that a warp's stores, and loads, go to different banks.
-  struct Fill {
-    uint32_t from[2], to[2], ratios;  // where rows and their ratios wait, and in the entry's slot
+  struct Refill {
+    uint32_t from[2], to[2], ratios;  // in the raw rows, in the entry's slot, and in the ratios of raw rows
     uint32_t entry = 0;
     int kind = kEnd;
     bool is_narrow;
     uint2 rows[4];
     uint32_t ratio;  // of both rows
 
-    __device__ __forceinline__ Fill(int warp, int lane) {
+    __device__ __forceinline__ Refill(int warp, int lane) {
       const int row = warp % 4 * 2 + lane / 16, begin = (lane >> 2 ^ lane >> 3) & 1;
       // Of the dimensions that are not narrow nothing is done.
       is_narrow = warp / 4 * (kDim / 2) + lane % 16 * 16 < L::kNarrow;
@@ -71,43 +51,44 @@ struct Outputs : Storage<FORMAT> {
       }
     }
   };
-  __device__ __forceinline__ void take(Fill& fill, int quarter) const {
+  __device__ __forceinline__ void load_quarter(Refill& refill, int quarter) const {
     if constexpr (kPacked) {
-      barrier_wait(raw_full(quarter), fill.entry & 1);
-      if (quarter == 0) fill.kind = reinterpret_cast<const int*>(smem + L::kKind)[fill.entry % 4];
+      barrier_wait(raw_full(quarter), refill.entry & 1);
+      if (quarter == 0) refill.kind = reinterpret_cast<const int*>(smem + L::kKinds)[refill.entry % 4];
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        fill.rows[k] =
-            *reinterpret_cast<const uint2*>(smem + fill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
-      fill.ratio = *reinterpret_cast<const uint32_t*>(smem + fill.ratios + quarter * 256);
+        refill.rows[k] =
+            *reinterpret_cast<const uint2*>(smem + refill.from[k % 2] + (quarter * 16 + k / 2 * 8) * L::kNarrow);
+      refill.ratio = *reinterpret_cast<const uint32_t*>(smem + refill.ratios + quarter * 256);
     }
   }
-  __device__ __forceinline__ void put(Fill& fill, int quarter) const {
-    const int slot = fill.entry & 1;
+  __device__ __forceinline__ void store_quarter(Refill& refill, int quarter) const {
+    const int slot = refill.entry & 1;
     if constexpr (!kPacked) {
       barrier_arrive(empty(slot, quarter));
-      if (quarter == 3) ++fill.entry;
+      if (quarter == 3) ++refill.entry;
     } else {
-      if (fill.kind == kEnd) return;
-      if (fill.kind == kKeys) {
-        if (L::kNarrow == kDim || fill.is_narrow)
+      if (refill.kind == kEnd) return;
+      if (refill.kind == kKeys) {
+        if (L::kNarrow == kDim || refill.is_narrow) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const uint2 x = fill.rows[k];
-            const uint32_t by = __byte_perm(fill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
-            *reinterpret_cast<uint4*>(smem + fill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
+            const uint2 x = refill.rows[k];
+            const uint32_t by = __byte_perm(refill.ratio, 0, k < 2 ? 0x1010 : 0x3232);
+            *reinterpret_cast<uint4*>(smem + refill.to[k % 2] + (quarter * 16 + k / 2 * 8) * 128) =
                 make_uint4(times_half(e4m3_low(x.x), by), times_half(e4m3_high(x.x), by),
                            times_half(e4m3_low(x.y), by), times_half(e4m3_high(x.y), by));
           }
+        }
         if (quarter == 3) fence_async(), barrier_arrive(full(slot));
       }
       barrier_arrive(raw_empty(quarter));  // what comes next, or q, may come
-      if (quarter == 3) ++fill.entry, fill.to[0] ^= kTileBytes, fill.to[1] ^= kTileBytes;
+      if (quarter == 3) ++refill.entry, refill.to[0] ^= kTileBytes, refill.to[1] ^= kTileBytes;
     }
   }
-  __device__ __forceinline__ void take_and_put(Fill& fill) const {
+  __device__ __forceinline__ void refill_quarters(Refill& refill, int first, int end) const {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
+    for (int quarter = first; quarter < end; ++quarter) load_quarter(refill, quarter), store_quarter(refill, quarter);
   }
 
   // Quarter c of this warpgroup's dimensions: 16 values of each of two heads, divided by a power of two so that fp16
@@ -133,18 +114,18 @@ struct Outputs : Storage<FORMAT> {
     }
   }
 
-  __device__ __forceinline__ void multiply() const {
+  // What these two warpgroups do.
+  __device__ __forceinline__ void accumulate_items() const {
     const int half = warp / 4, row = warp % 4 * 16 + lane / 4;
-    uint32_t tile = 0, odd = 0, entry = 0;
-    Fill fill(warp, lane);
-    take_and_put(fill), take_and_put(fill);
-    bool started = false;  // with the item: the entry after its first tile is there
+    uint32_t tile = 0, item_parity = 0, entry = 0;
+    Refill refill(warp, lane);
+    refill_quarters(refill, 0, 4), refill_quarters(refill, 0, 4);
+    bool is_refilled = false;  // the slot of the item's q, with the entry that follows its first tile
     LaneLengths lengths(p, turns[0], lane);
-    for (int turn = 0, i = turns[0]; i < p.units; i = turns[++turn]) {
-      const int tiles = Item(p, i, lengths).tiles();
-      // Outputs so far, and the maximum they are relative to.
-      float o[128] = {}, relative[2];
-      if (!started) barrier_wait(q_read(), odd), take_and_put(fill);
+    for (int turn = 0, unit = turns[0]; unit < p.units; unit = turns[++turn]) {
+      const int tiles = Item(p, unit, lengths).tiles();
+      float o[128] = {}, maximum[2];  // outputs so far, and what they are relative to
+      if (!is_refilled) barrier_wait(q_read(), item_parity), refill_quarters(refill, 0, 4);
       ++entry;
       for (int left = tiles; left > 0; --left, ++tile, ++entry) {
         const int buffer = tile % 2;
@@ -152,16 +133,16 @@ struct Outputs : Storage<FORMAT> {
         barrier_wait(kPacked ? ready(buffer) : maximum_ready(buffer), tile / 2 & 1);
         const float* const maxima = floats(L::kMaximum) + buffer * kHeads + row;
         const float now[2] = {maxima[0], maxima[8]};
-        if (left < tiles && __any_sync(~0u, now[0] != relative[0] || now[1] != relative[1])) {
-          const float factor[2] = {exp2_fast(relative[0] - now[0]), exp2_fast(relative[1] - now[1])};
+        if (left < tiles && __any_sync(~0u, now[0] != maximum[0] || now[1] != maximum[1])) {
+          const float factor[2] = {exp2_fast(maximum[0] - now[0]), exp2_fast(maximum[1] - now[1])};
 #pragma unroll
           for (int j = 0; j < 128; ++j) o[j] *= factor[j / 2 % 2];
         }
-        relative[0] = now[0], relative[1] = now[1];
+        maximum[0] = now[0], maximum[1] = now[1];
         if constexpr (!kPacked) barrier_wait(ready(buffer), tile / 2 & 1);
         const uint64_t weights = descriptor(base + L::kWeights + buffer * kBlockBytes);
         const uint64_t v = transposed(base + (entry & 1) * kTileBytes + half * (kTileBytes / 2), kBlockBytes);
-        // Rows are widened while products of the next ones run.
+        // A k-step is a quarter of the keys. Its slot is refilled while products of the next step run.
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           products_begin();
@@ -169,36 +150,33 @@ struct Outputs : Storage<FORMAT> {
           output_product<kPacked, 0>(o, w, rows);
           output_product<kPacked, 64>(o, w, rows + (2 * kBlockBytes >> 4));
           products_commit();
-          if (step > 0) products_wait<1>(), strict_wait(1 + half), put(fill, step - 1);
-          take(fill, step);
+          if (step > 0) products_wait<1>(), strict_wait(1 + half), store_quarter(refill, step - 1);
+          load_quarter(refill, step);
         }
         products_wait<0>();
         strict_wait(1 + half);
         barrier_arrive(used(buffer));
-        put(fill, 3);
+        store_quarter(refill, 3);
       }
-      const float* const factors = floats(L::kFactor) + odd * kHeads + row;
+      const float* const factors = floats(L::kFactor) + item_parity * kHeads + row;
       const float factor[2] = {factors[0], factors[8]};
-      odd ^= 1;
+      item_parity ^= 1;
       lengths = LaneLengths(p, turns[turn + 1], lane);
-      const int head0 = Item::head0(p, i) + row;
-      __nv_bfloat16* const out = output_at(p, Item::token(p, i), 0) + half * (kDim / 2) + lane % 4 * 8;
+      const int head0 = Item::head0(p, unit) + row;
+      __nv_bfloat16* const out = output_at(p, Item::token(p, unit), 0) + half * (kDim / 2) + lane % 4 * 8;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (kPacked && c == 2) {
           // The next item's q has been read meanwhile: what follows its first tile need not wait for these outputs.
-          started = fill.kind != kEnd;
-          if (started) {
-            barrier_wait(q_read(), odd);
-#pragma unroll
-            for (int quarter = 0; quarter < 2; ++quarter) take(fill, quarter), put(fill, quarter);
+          is_refilled = refill.kind != kEnd;
+          if (is_refilled) {
+            barrier_wait(q_read(), item_parity);
+            refill_quarters(refill, 0, 2);
           }
         }
-        if (kPacked && c == 3 && started)
-#pragma unroll
-          for (int quarter = 2; quarter < 4; ++quarter) take(fill, quarter), put(fill, quarter);
-        if (i >= p.whole) {
-          write_part(i, c, o + c * 32);
+        if (kPacked && c == 3 && is_refilled) refill_quarters(refill, 2, 4);
+        if (unit >= p.whole) {
+          write_part(unit, c, o + c * 32);
           continue;
         }
         uint32_t packed[4][4];  // [head, 32 dimensions][block of 8]
@@ -209,7 +187,7 @@ struct Outputs : Storage<FORMAT> {
             const int j = c * 32 + n % 2 * 16 + b * 4 + n / 2 * 2;
             packed[n][b] = pack_bf16(o[j] * factor[n / 2], o[j + 1] * factor[n / 2]);
           }
-        exchange(packed, lane);
+        transpose4(packed, lane);  // a lane then has all of one block
 #pragma unroll
         for (int n = 0; n < 4; ++n)
           if (head0 + n / 2 * 8 < p.heads)
@@ -236,26 +214,26 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sparse_mla_m64_rows_kernel(c
   }
   wait_for_previous();
   if (turns.is_sorted)
-    sort_items(turns, smem, list, [&](int i) {
+    sort_items(turns, smem, list, [&](int unit) {
       int lengths[2];
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         const int32_t* const from = p.sources[s].lengths;
-        lengths[s] = from ? from[divided(Item::token(p, i), p.tokens_per_length)] : INT_MAX;
+        lengths[s] = from ? from[divided(Item::token(p, unit), p.tokens_per_length)] : INT_MAX;
       }
-      return Item(p, i, lengths[0], lengths[1]).tiles();
+      return Item(p, unit, lengths[0], lengths[1]).tiles();
     });
   else
     __syncthreads();
   if (warp >= 12) {
     give_registers<L::kFetchRegisters>();
-    Fetch<FORMAT>{block}.template fetch<EVICT_FIRST>();
+    Fetch<FORMAT>{block}.template fetch_items<EVICT_FIRST>();
   } else if (warp >= 8) {
     take_registers<L::kScoreRegisters>();
     Scores<FORMAT>{block}.score_items();
   } else {
     take_registers<L::kOutputRegisters>();
-    Outputs<FORMAT>{block}.multiply();
+    Outputs<FORMAT>{block}.accumulate_items();
   }
 #endif
 }
@@ -311,7 +289,7 @@ __global__ void __launch_bounds__(256) sparse_mla_m64_merge_kernel(const __grid_
   uint32_t packed[1][4];
 #pragma unroll
   for (int b = 0; b < 4; ++b) packed[0][b] = pack_bf16(o[b * 2] * factor, o[b * 2 + 1] * factor);
-  exchange(packed, lane);
+  transpose4(packed, lane);
   if (head >= p.heads) return;
   const int64_t token = Item::token(p, first);
   __nv_bfloat16* const to = output_at(p, token, head) + warp / 4 * (kDim / 2) + place / 2 * 32 + lane % 4 * 8;
@@ -324,11 +302,11 @@ template <RowFormat FORMAT>
 cudaError_t launch(const SparseMlaRows& call, const M64Division& division, int sms, cudaStream_t stream) {
   using L = Layout<FORMAT>;
   const Call p(call, L::kDims, division);
-  const auto with = [&](auto first) {
-    return launch_kernel<sparse_mla_m64_rows_kernel<FORMAT, decltype(first)::value>>(
+  const auto launch_with = [&](auto evict_first) {
+    return launch_kernel<sparse_mla_m64_rows_kernel<FORMAT, decltype(evict_first)::value>>(
         p, min(p.units, sms), kBlockThreads, L::kTotal, 1, stream);
   };
-  const cudaError_t error = call.keep_outputs ? with(std::true_type()) : with(std::false_type());
+  const cudaError_t error = call.keep_outputs ? launch_with(std::true_type()) : launch_with(std::false_type());
   if (error != cudaSuccess || p.whole == p.items) return error;
   return launch_kernel<sparse_mla_m64_merge_kernel>(p, (p.items - p.whole) * kMergeBlocks, 256, 0, 1, stream);
 }

@@ -274,8 +274,7 @@ struct Block : Scores<FP8, N> {
             }
             transpose4(packed, t);
             if (is)
-              *reinterpret_cast<uint4*>(to + dim_of(m + t / 2, t % 2, 0)) =
-                  make_uint4(packed[0], packed[1], packed[2], packed[3]);
+              *reinterpret_cast<uint4*>(to + dim_of(m + t / 2, t % 2, 0)) = as_uint4(packed);
           }
         }
       } else {

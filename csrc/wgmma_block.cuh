@@ -67,20 +67,6 @@ __device__ __forceinline__ void product(float (&d)[32], uint64_t a_descriptor, u
   MLA_WGMMA_SHARED(64, MLA_D32, MLA_F32(d, 0), "%32", "%33", "%34", "%35");
 }
 
-// Of four lanes, whose numbers end in t: word i of lane t and word t of lane i change places.
-__device__ __forceinline__ void transpose4(uint32_t (&x)[4], int t) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? x[i] : x[i + 1], 1);
-    (t & 1 ? x[i] : x[i + 1]) = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(~0u, t & 2 ? x[i] : x[i + 2], 2);
-    (t & 2 ? x[i] : x[i + 2]) = other;
-  }
-}
-
 // ---------------------------------------------------------------- q
 
 // `heads` rows into the L2 cache, by 128 threads.
