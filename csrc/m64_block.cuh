@@ -117,10 +117,10 @@ struct Layout {
   static constexpr int kRaw = kSecondQ + kTileBytes / 2;            // [kTile] rows, if E4M3
   static constexpr int kWeights = kRaw + (FP8 ? kTile * kDim : 0);  // [2]
   static constexpr int kStaging = kWeights + 2 * kBlockBytes;       // [8 warps][16 heads][64 dimensions], outputs
-  static constexpr int kMaximum = kStaging + 8 * 16 * 128;            // [2 weights][kHeads]
+  static constexpr int kMaximum = kStaging + 8 * 16 * 128;          // [2 weights][kHeads]
   static constexpr int kFactor = kMaximum + 2 * kHeads * 4;         // [items, even and odd][kHeads]
-  static constexpr int kKinds = kFactor + 2 * kHeads * 4;            // [4 entries]
-  static constexpr int kRowMasks = kKinds + 4 * 4;                      // [4 entries]: a bit for every row
+  static constexpr int kKinds = kFactor + 2 * kHeads * 4;           // [4 entries]
+  static constexpr int kRowMasks = kKinds + 4 * 4;                  // [4 entries]: a bit for every row
   static constexpr int kTurns = kRowMasks + 4 * 8;
   static constexpr int kBarriers = kTurns + Turns::kListBytes;
   static constexpr int kTotal = kBarriers + 16 * 8;
