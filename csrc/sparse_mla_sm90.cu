@@ -85,14 +85,11 @@ int tiles_of(const SparseMlaRows& call) {
   return std::max(1, divide(call.sources[0].width + call.sources[1].width, 64));
 }
 
-// 33 to 64 heads of so many tokens over 584-byte rows. Two blocks a token, of 32 heads on N, are fastest up to 14; then
-// too few clusters of four of them find SMs, and 16 heads an item are up to 16, and 64 heads on M, in parts, up to 24.
-// Measured, as below.
-bool is_v4_of_64_heads(const SparseMlaRows& call, int least_tokens, int most_tokens) {
-  return call.format == RowFormat::kV4 && call.heads > 32 && call.heads <= 64 && call.tokens >= least_tokens &&
-         call.tokens <= most_tokens && tiles_of(call) >= 10;
+// Whether 64 heads on M, in parts, are faster than twice 32 on N, over 584-byte rows. Measured, as below.
+bool is_in_parts(const SparseMlaRows& call) {
+  return call.format == RowFormat::kV4 && call.heads > 32 && call.heads <= 64 && call.tokens >= 17 &&
+         call.tokens <= 24 && tiles_of(call) >= 10;
 }
-bool is_in_parts(const SparseMlaRows& call) { return is_v4_of_64_heads(call, 17, 24); }
 
 // Whether the kernel with heads on N over packed rows serves a call. Measured: docs/sm90-sparse-mla.md.
 bool has_heads_on_n(const SparseMlaRows& call, int sms) {
@@ -100,11 +97,12 @@ bool has_heads_on_n(const SparseMlaRows& call, int sms) {
   if ((!is_v4 && call.format != RowFormat::kV32) || call.heads <= 16 || call.max_logits) return false;
   const int tiles = tiles_of(call), blocks = call.tokens * divide(call.heads, 32);
   if (11 * blocks < sms && blocks * tiles < 256) return false;  // so little that 16 heads an item are faster
-  // Or one item an SM, whose halves share its keys.
+  // Or an SM an item, whose halves share its keys; or two SMs, where clusters of four of 32 heads on N find few.
   const int items16 = call.tokens * divide(call.heads, 16);
-  if (is_v4 && items16 <= sms && 2 * items16 > sms) return false;
+  const bool two_sms = call.heads <= 64 && tiles >= 10 && 5 * items16 > 2 * sms;
+  if (is_v4 && items16 <= sms && (two_sms || 2 * items16 > sms)) return false;
   if (call.heads <= 32) return true;
-  if (is_in_parts(call) || is_v4_of_64_heads(call, 15, 16)) return false;
+  if (is_in_parts(call)) return false;
   // Two blocks a token read its rows twice: only where 64 heads on M have too little to do.
   return blocks <= sms && (tiles < 16 || call.tokens * divide(call.heads, 64) * tiles < 400);
 }

@@ -29,12 +29,12 @@ BLOCKS_OF_64 = [
     (520, 64, 70), (265, 128, 300), (70, 24, 1152), (300, 32, 400),
 ]  # fmt: skip
 # Over packed rows, up to 32 heads, and few tokens of more, have another: two to eight blocks share a token's keys,
-# or none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs. Of 584-byte
-# rows 16 heads an item are faster with 64 and 66 tokens; with 64 heads, these up to 16 tokens and 64 heads on M then.
+# or none do; tokens in turns that are dealt out by length, and more than eight times as many as SMs. Some are
+# faster over 584-byte rows with 16 heads an item, which have an SM or two each, or with 64 heads on M.
 HEADS_ON_N = [
     (12, 32, 1152), (16, 24, 2048), (30, 17, 640), (33, 32, 2048), (64, 32, 2048), (64, 24, 70), (66, 29, 1000),
-    (100, 32, 640), (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130), (14, 64, 640),
-    (16, 64, 640), (20, 64, 640), (9, 100, 1152), (60, 64, 640),
+    (100, 32, 640), (133, 24, 300), (300, 32, 640), (520, 20, 1152), (1100, 32, 130), (13, 64, 640),
+    (16, 64, 640), (20, 64, 640), (26, 32, 640), (9, 100, 1152), (60, 64, 640),
 ]  # fmt: skip
 GARBAGE = (-1, -2, -(2**31), 2**31 - 1)
 
@@ -162,10 +162,10 @@ class Case:
     def has_heads_on_n(self):
         """Whether the sm90 provider takes the kernel with heads on N, as csrc/sparse_mla_sm90.cu says."""
         tokens, heads, tiles, sms = self.size()
-        items16, blocks = tokens * -(-heads // 16), tokens * -(-heads // 32)
+        blocks = tokens * -(-heads // 32)
         if self.rows not in PACKED or heads <= 16 or (11 * blocks < sms and blocks * tiles < 256):
             return False
-        if (self.rows == "584" and items16 <= sms < 2 * items16) or self.is_v4_of_64_heads(15, 24):
+        if self.has_16_heads_an_item() or self.is_in_parts():
             return False
         return heads <= 32 or (blocks <= sms and (tiles < 16 or tokens * -(-heads // 64) * tiles < 400))
 
@@ -179,12 +179,16 @@ class Case:
         least = 400 if heads <= 32 else 200
         return items > most or (tiles >= 16 and items * tiles >= least) or self.is_in_parts()
 
-    def is_v4_of_64_heads(self, least_tokens, most_tokens):
-        tokens, heads, tiles, _ = self.size()
-        return self.rows == "584" and 32 < heads <= 64 and least_tokens <= tokens <= most_tokens and tiles >= 10
+    def has_16_heads_an_item(self):
+        """Of 584-byte rows, whether each has an SM or two of its own."""
+        tokens, heads, tiles, sms = self.size()
+        items = tokens * -(-heads // 16)
+        two_sms = heads <= 64 and tiles >= 10 and 5 * items > 2 * sms
+        return self.rows == "584" and items <= sms and (two_sms or 2 * items > sms) and not self.is_in_parts()
 
     def is_in_parts(self):
-        return self.is_v4_of_64_heads(17, 24)
+        tokens, heads, tiles, _ = self.size()
+        return self.rows == "584" and 32 < heads <= 64 and 17 <= tokens <= 24 and tiles >= 10
 
     def size(self):
         """Tokens, heads, tiles of 64 columns, and SMs of the GPU."""
@@ -368,8 +372,9 @@ def test_many_heads_a_block(device, rows, batch, heads, columns):
     if (batch, heads, columns) in BLOCKS_OF_64 and (heads > 32 or rows not in PACKED):
         assert case.has_64_heads_a_block()
     elif rows in PACKED:
-        others = rows == "584" and (batch in (64, 66) or case.is_v4_of_64_heads(15, 24))
-        assert case.has_heads_on_n() != others and case.has_64_heads_a_block() == case.is_in_parts()
+        others = {(30, 17), (33, 32), (64, 24), (66, 29), (16, 64), (20, 64)} if rows == "584" else set()
+        assert case.has_heads_on_n() != ((batch, heads) in others)
+        assert case.has_64_heads_a_block() == ((batch, heads) == (20, 64) and rows == "584")
     for number, (cache, indices, lengths) in enumerate(case.pools):
         lengths[:7] = torch.tensor([0, 1, 63, 64, 65, -5, columns + 9])
         lengths[-2:] = torch.tensor([columns, 0 if number else 1])
