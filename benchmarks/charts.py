@@ -35,8 +35,8 @@ SERVING = [
 ]
 # Decode steps of 16 requests that serve.py has profiled: file, run.
 STEPS = {
-    "stock vLLM": ("serve_share8_h200", "FlashMLA"),
-    "drop-in and small-kernels": ("serve_share8_h200", "FP8Experts"),
+    "stock vLLM": ("serve_share_long_stock_8k_h200", "FlashMLA"),
+    "drop-in and small-kernels": ("serve_share_long_small_8k_h200", "SmallKernels"),
 }
 # Loads that serve.py measured of FlashMLA, and of all that is faster: label, a word of the files' names, case.
 LOADS = [
@@ -44,8 +44,15 @@ LOADS = [
     ("64 at once, 8192 in, 256 out", "burst", "64"),
     ("16 in a steady load, 8192 in, 1024 out", "steady", "8192/1024 steady 16"),
     ("16 in a steady load, 1024 in, 1024 out", "steady", "1024/1024 steady 16"),
+    ("16 at once, 8192 in, 6144 out (no FP8)", "long_8k", "16"),
+    ("16 at once, 1024 in, 8192 out (no FP8)", "long_1k", "16"),
 ]
-LOAD_FILES = {"burst": ("burst_stock", "burst_fp8_16k"), "steady": ("steady_stock", "steady_fp8")}
+LOAD_FILES = {
+    "burst": ("burst_stock", "burst_fp8_16k"),
+    "steady": ("steady_stock", "steady_fp8"),
+    "long_8k": ("long_stock_8k", "long_small_8k"),
+    "long_1k": ("long_stock_1k", "long_small_1k"),
+}
 Bar = tuple[float, float, float]  # median, least, most
 
 
@@ -203,7 +210,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         panel.bar_label(bars, labels, fontsize=7, padding=3)
     panel.set_yticks(range(len(names)), names)
     panel.legend(loc="lower right")
-    title = "Kernels of a decode step of 16 requests, one of eight GPUs' share of V4-Flash's shape"
+    title = "Kernels of a decode step of 16 requests, one of four GPUs' share of V4-Flash's shape"
     panel.set(title=title, xlabel="µs")
     panel.margins(x=0.2)  # for the labels
     panel.spines[["top", "right"]].set_visible(False)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,13 @@ RESULTS = {
 NO_CHECKS = ("accuracy", "speed")
 
 
-def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]]]:
-    """(release, series, GPU) -> link from docs/, checks passed and run, of each result that names its overlay."""
-    found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
+# Of a GPU's model and a kind of result: link from docs/, checks passed, run and not run, of each result.
+Evidence = dict[tuple[str, str], list[tuple[str, int, int, int]]]
+
+
+def evidence(root: Path) -> dict[tuple[str, str, str], Evidence]:
+    """By release, series and GPU: the results that name their overlay."""
+    found: dict[tuple[str, str, str], Evidence] = {}
     results = root / "benchmarks" / "results"
     for path, (what, of) in ((path, of) for name, of in RESULTS.items() for path in sorted(results.glob(name))):
         result = json.loads(path.read_text())
@@ -97,13 +102,23 @@ def evidence(root: Path) -> dict[tuple[str, str, str], list[tuple[str, int, int]
             for series, passed in checks.items():
                 if not (ran := [p for p in passed if p is not None]):
                     continue
-                words = what if what in NO_CHECKS else f"{sum(ran)} of {len(ran)} {what}"
-                if len(ran) < len(passed):
-                    words += f", {len(passed) - len(ran)} not run"
-                link = f"[{words}](../{path.relative_to(root).as_posix()}) on {model}"
-                counts = (0, 0) if what in NO_CHECKS else (sum(ran), len(ran))
-                found.setdefault((overlay["release"], series, gpu), []).append((link, *counts))
+                counts = (0, 0, 0) if what in NO_CHECKS else (sum(ran), len(ran), len(passed) - len(ran))
+                kinds = found.setdefault((overlay["release"], series, gpu), {})
+                kinds.setdefault((model, what), []).append((f"../{path.relative_to(root).as_posix()}", *counts))
     return found
+
+
+def summary(kinds: Evidence) -> str:
+    """What ran on each model of GPU, with links to the results."""
+    words: dict[str, list[str]] = {}
+    for (model, what), results in kinds.items():
+        links, *counts = zip(*results, strict=True)
+        passed, ran, missing = map(sum, counts)
+        text = f"{passed} of {ran} {what}" if ran else what
+        text += f", {missing} not run" if missing else ""
+        numbered = ", ".join(f"[{number}]({link})" for number, link in enumerate(links, 1))
+        words.setdefault(model, []).append(f"[{text}]({links[0]})" if len(links) == 1 else f"{text} ({numbered})")
+    return "; ".join(f"{model}: {', '.join(texts)}" for model, texts in words.items()) or "not run"
 
 
 def tables(root: Path) -> dict[str, str]:
@@ -127,15 +142,17 @@ def tables(root: Path) -> dict[str, str]:
             rows[release] = [own if release == series.release else f"those of {series.release}"]
             for gpu in gpus:
                 words = served[series.folder].get(gpu)
-                links = [link for link, *_ in evident.get((release, name, gpu), [("not run", 0, 0)])]
-                rows[release].append("; ".join([words, *links]) if words else "–")
+                rows[release].append(
+                    f"{words}; {summary(evident.get((release, name, gpu), {}))}" if words else "–"
+                )
         head = ["vLLM", "patches, lines", *(GPUS[gpu] for gpu in gpus)]
         full.append(f"### {name}{', on request' * on_request}\n\n{markdown(head, together(rows))}")
         for gpu in gpus if not on_request else ():
             short_head.append(f"{name}, {GPUS[gpu]}")
             for release in releases:
-                _, passed, ran = zip(*evident.get((release, name, gpu), [("", 0, 0)]), strict=True)
-                result = f"{sum(passed)} of {sum(ran)} checks passed" if any(ran) else "not run"
+                every_result = chain.from_iterable(evident.get((release, name, gpu), {}).values())
+                passed, ran = map(sum, zip((0, 0), *(counts[1:3] for counts in every_result), strict=True))
+                result = f"{passed} of {ran} checks passed" if ran else "not run"
                 has = release in mine and gpu in served[mine[release].folder]
                 short[release].append(result if has else "–")
     return {"README.md": markdown(short_head, together(short)), DETAILS: "\n".join(full)}

@@ -48,7 +48,9 @@ SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
-STEADY = tuple(f"serve_share_steady_{of}_h200" for of in ("stock", "fp8"))
+# FlashMLA's and ours: what follows serve_share_ in the files' names.
+STEADY = [("steady_stock", "steady_fp8")]
+LONG = [(f"long_stock_{prompts}", f"long_small_{prompts}") for prompts in ("1k", "8k")]
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
@@ -326,26 +328,36 @@ def serving_experts() -> str:
     return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
 
 
-def serving_steady() -> str:
-    """Three times as many prompts as run at once, each as another ends; both with steps of 16384 tokens."""
-    stock, ours = (next(iter(load(name)["runs"].values()))["concurrency"] for name in STEADY)
+def lengths(files: Iterable[tuple[str, str]], name: str) -> str:
+    """By lengths of prompts and answers; `name` is what ours are called."""
     rows = []
-    for case, first in stock.items():
-        for name, run in (("FlashMLA", first), ("drop-in, `small-kernels`, `fp8-experts`", ours[case])):
-            every = span((repeat["output_throughput"] for repeat in run["repeats"]), ".0f")
-            rows.append([
-                f"{run['case']['input_len']}/{run['case']['output_len']}",
-                name,
-                f"{run['output_throughput']:.0f} ({every})",
-                f"{run['output_throughput'] / first['output_throughput']:.2f}",
-                f"{run['output_per_gpu']:.0f}",
-                f"{run['output_per_user']:.0f}",
-                f"{run['mean_ttft_ms'] / 1e3:.2f}",
-                f"{run['median_itl_ms']:.1f}",
-                f"{run['request_goodput']:.2f}",
-            ])  # fmt: skip
+    for pair in files:
+        runs = (load(f"serve_share_{of}_h200")["runs"].values() for of in pair)
+        stock, ours = (run["concurrency"] for (run,) in runs)
+        for case, first in stock.items():
+            for title, run in (("FlashMLA", first), (name, ours[case])):
+                every = span((repeat["output_throughput"] for repeat in run["repeats"]), ".0f")
+                rows.append([
+                    f"{run['case']['input_len']}/{run['case']['output_len']}",
+                    title,
+                    f"{run['output_throughput']:.0f} ({every})",
+                    f"{run['output_throughput'] / first['output_throughput']:.2f}",
+                    f"{run['output_per_gpu']:.0f}",
+                    f"{run['output_per_user']:.0f}",
+                    f"{run['mean_ttft_ms'] / 1e3:.2f}",
+                    f"{run['median_itl_ms']:.1f}",
+                    f"{run['request_goodput']:.2f}",
+                ])  # fmt: skip
     speeds = ["output tokens/s", "over FlashMLA", "a GPU of four", "a user"]
     return markdown(["tokens in/out", "", *speeds, "TTFT, s", "ITL, ms", "goodput, requests/s"], rows)
+
+
+def serving_steady() -> str:
+    return lengths(STEADY, "drop-in, `small-kernels`, `fp8-experts`")
+
+
+def serving_long() -> str:
+    return lengths(LONG, "drop-in, `small-kernels`")
 
 
 def small_costs() -> str:
@@ -388,8 +400,8 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call, models,
-    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_steady, small_costs,
-    decode_step, steps,
+    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_steady, serving_long,
+    small_costs, decode_step, steps,
 )}  # fmt: skip
 
 

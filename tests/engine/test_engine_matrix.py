@@ -67,10 +67,9 @@ def test_stale_with_every_new_fact(repo, capsys):
         assert main(["--check"], repo) == 1 and "is stale; run" in capsys.readouterr().err
         assert (repo / "README.md").read_bytes() == before
         assert main([], repo) == 0 and main(["--check"], repo) == 0
-    bars = {"accuracy_e2e_a": "1 of 1 bars", "accuracy_e2e_b": "1 of 2 bars, 1 not run"}
-    ran = bars | {"features_c": "1 of 2 steps"}
-    links = (f"[{words}](../benchmarks/results/{name}.json) on H200" for name, words in ran.items())
-    assert f"| served; {'; '.join(links)} |" in (repo / PAGES[1]).read_text()
+    a, b, c = (f"../benchmarks/results/{name}.json" for name in ("accuracy_e2e_a", "accuracy_e2e_b", "features_c"))
+    words = f"H200: 2 of 3 bars, 1 not run ([1]({a}), [2]({b})), [1 of 2 steps]({c})"
+    assert f"| served; {words} |" in (repo / PAGES[1]).read_text()
     assert f"| {RELEASE} | not run | 3 of 5 checks passed | not run |" in (repo / PAGES[0]).read_text()
 
 
@@ -92,15 +91,15 @@ def test_a_speed_is_no_check(repo):
     add_result(repo, "throughput_a", runs={"flashmla": {}, "fp8": {}, "fp8-2": {}},
                machine={"gpus": ["NVIDIA H200, 1"], "overlay": overlay})  # fmt: skip
     assert main([], repo) == 0
-    assert "served; [speed](../benchmarks/results/throughput_a.json) on H200 |" in (repo / PAGES[1]).read_text()
+    assert "served; H200: [speed](../benchmarks/results/throughput_a.json) |" in (repo / PAGES[1]).read_text()
     assert f"| {RELEASE} | not run | not run | not run |" in (repo / PAGES[0]).read_text()
 
 
 def test_accuracy_of_experts_is_no_check(repo):
     runs = {"marlin": {"ok": True}, "fp8_experts": {"ok": True}, "humming": {"ok": False}}
     add_result(repo, "accuracy_e2e_a_experts", bars=[{"bar": "", "passed": None}], runs=runs)
-    link = "[accuracy](../benchmarks/results/accuracy_e2e_a_experts.json) on H200"
-    assert support_matrix.evidence(repo) == {(RELEASE, "fp8-experts", "hopper"): [(link, 0, 0)]}
+    found = {("H200", "accuracy"): [("../benchmarks/results/accuracy_e2e_a_experts.json", 0, 0, 0)]}
+    assert support_matrix.evidence(repo) == {(RELEASE, "fp8-experts", "hopper"): found}
 
 
 def test_results_that_are_no_evidence(repo):

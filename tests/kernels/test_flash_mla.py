@@ -372,7 +372,7 @@ def test_many_heads_a_block(device, rows, batch, heads, columns):
     if (batch, heads, columns) in BLOCKS_OF_64 and (heads > 32 or rows not in PACKED):
         assert case.has_64_heads_a_block()
     elif rows in PACKED:
-        others = {(30, 17), (33, 32), (64, 24), (66, 29), (16, 64), (20, 64)} if rows == "584" else set()
+        others = {(30, 17), (33, 32), (64, 32), (64, 24), (66, 29), (16, 64), (20, 64)} if rows == "584" else set()
         assert case.has_heads_on_n() != ((batch, heads) in others)
         assert case.has_64_heads_a_block() == ((batch, heads) == (20, 64) and rows == "584")
     for number, (cache, indices, lengths) in enumerate(case.pools):
