@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -125,38 +124,39 @@ def main(argv: list[str] | None = None) -> int:
     base = BASE.get(args.backend, args.backend)
     for backend in (base, args.backend):
         steps.setdefault(backend, {})
-    gpus, writing = visible_gpus(), threading.Lock()
+    gpus, one_at_a_time = visible_gpus(), threading.Lock()
+    if many := [n for n in args.steps if STEP[n].gpus > len(gpus)]:
+        most = max(STEP[n].gpus for n in many)
+        sys.exit(f"error: {', '.join(many)} need {most} GPUs; {len(gpus)} are visible.")
+    steps_on = [0] * len(gpus)
 
     def run(backend: str, name: str, mine: list[str]) -> None:
         result = run_step(args, backend, name, mine, steps)
-        with writing:
+        with one_at_a_time:
             steps[backend][name] = result
             args.out.write_text(json.dumps(results, indent=1) + "\n")
 
     def run_with_base(name: str) -> None:
-        mine = places.get()
+        with one_at_a_time:  # those with the fewest steps
+            mine = sorted(range(len(gpus)), key=steps_on.__getitem__)[: STEP[name].gpus]
+            for number in mine:
+                steps_on[number] += 1
         try:
+            named = [gpus[number] for number in mine]
             if base != args.backend and name not in steps[base]:
-                run(base, name, mine)
-            run(args.backend, name, mine)
+                run(base, name, named)
+            run(args.backend, name, named)
         finally:
-            places.put(mine)
+            for number in mine:
+                steps_on[number] -= 1
 
     have = (args.work / f"{base}.reference.npz").exists() and "reference" in steps[base]
     if not have or (base == args.backend and "reference" in args.steps):
         run(base, "reference", gpus[:1])
     if base == args.backend:
         args.steps = [n for n in args.steps if n != "reference"]
-    for count in sorted({STEP[n].gpus for n in args.steps}):
-        chosen = [n for n in args.steps if STEP[n].gpus == count]
-        if count > len(gpus):
-            sys.exit(f"error: {', '.join(chosen)} need {count} GPUs; {len(gpus)} are visible.")
-        sets = [gpus[i : i + count] for i in range(0, len(gpus) - count + 1, count)]
-        places: queue.Queue[list[str]] = queue.Queue()
-        for i in range(args.jobs):
-            places.put(sets[i % len(sets)])
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(run_with_base, chosen))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run_with_base, args.steps))
     print(report(steps, results["not_run"]))
     print(f"results in {args.out}")
     return 0 if steps[base]["reference"]["ok"] and all(steps[args.backend][n]["ok"] for n in args.steps) else 1

@@ -57,8 +57,6 @@ def test_unrelated_distributions_are_far_apart():
     assert abs(compare_top(*top(x[0], 20), *top(x[0], 20))["kl"]).max() < 1e-6
 
 
-
-
 def generated(tokens, x):
     ids, values = top(x, 20)
     nothing = {"prompt_ids": np.empty((0, 8)), "prompt_values": np.empty((0, 8))}
@@ -88,7 +86,7 @@ def checkpoint(folder, **config):
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
-    """The plain run first and once; each set of GPUs has its share of the steps at a time."""
+    """The plain run first and once; each GPU has its share of the steps at a time, whatever number they take."""
     checkpoint(tmp_path, num_nextn_predict_layers=1)
     ran, together = [], threading.Barrier(3)
 
@@ -109,10 +107,15 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
     (tmp_path / "out/bf16.reference.npz").touch()
     assert features_e2e.main([*options, "mtp1,mtp2,prefix"]) == 0
     assert sorted(ran[4:]) == [("mtp1", ["4"]), ("mtp2", ["5"]), ("prefix", ["6"])]
-    assert len(json.loads((tmp_path / "out.json").read_text())["steps"]["bf16"]) == 7
+    assert features_e2e.main([*options, "tp4,chunked,nodes2"]) == 0
+    named = dict(ran[7:])
+    assert named["tp4"] == ["4", "5", "6", "7"] and not {*named["chunked"]} & {*named["nodes2"]}
+    assert len(json.loads((tmp_path / "out.json").read_text())["steps"]["bf16"]) == 10
+    ran.clear()
     with pytest.raises(SystemExit, match="tp4 need 4 GPUs; 2 are visible"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         features_e2e.main([*options, "tp4"])
+    assert not ran
 
 
 @pytest.mark.parametrize("gpus, shared", [("4,4,4", True), ("4,5,6", False)])
