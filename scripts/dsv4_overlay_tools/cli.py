@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     args = _parser().parse_args(argv)
-    if "" in argv:
+    if "" in [*argv, *args.series, args.fetch]:
         raise UsageError("an argument is empty; is a variable unset?")
     if (args.target is None) != args.installed:
         raise UsageError("give either TARGET or --installed")
@@ -231,15 +231,12 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
     if state == "applied":
         record, _ = read_record(target.root)
         report.applied(record)
+        wanted = record["series"] if mode == "status" else _series_for(root, target, names).releases
         series = None
-        try:
+        with contextlib.suppress(Refusal):  # what is applied can be told without a series
             series = _series_for(root, target, record["series"])
-            wanted = record["series"] if mode == "status" else _series_for(root, target, names).releases
-        except Refusal:
-            if mode != "status":  # what is applied can be told without a series
-                raise
         _survey(report, root, target, series)
-        if series and list(record["series"]) != list(wanted):
+        if list(record["series"]) != list(wanted):
             raise Refusal(
                 "patch-changed",
                 f"{target.root} has {' and '.join(record['series'])} applied and not {' and '.join(wanted)}; run "
