@@ -319,13 +319,12 @@ def _remove_folders(root: Path, folders: list[str]) -> list[str]:
         for place in (root / folder / "__pycache__", root / folder):
             try:
                 os.rmdir(place)
-            except FileNotFoundError:
-                pass
             except OSError as error:
-                if error.errno != errno.ENOTEMPTY:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
     there = [folder for folder in folders if (root / folder).is_dir()]
     left = {f"{folder}/{name}" for folder in there for name in os.listdir(root / folder)}.difference(folders)
+    left |= {folder for folder in folders if folder not in there and os.path.lexists(root / folder)}
     return [f"not from this overlay, and left where it is: {path}" for path in sorted(left)]
 
 

@@ -82,6 +82,12 @@ def test_git_index_at_another_release(engine, tmp_path):
     assert "0.5.0" in refused(engine, "wrong-release", target)["message"]
 
 
+def test_a_damaged_git_index(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    (target / ".git/index").write_bytes(b"rubbish")
+    assert "git cannot read the index" in refused(engine, "not-vllm", target, "--check")["message"]
+
+
 @pytest.mark.parametrize("mode", [[], ["--check"], ["--status"]])
 def test_source_changed_names_file_and_line(engine, target, mode):
     text = PRISTINE["vllm/config.py"]
@@ -352,6 +358,14 @@ def test_record_lost(engine, target):
     engine.ok(target, "--revert")
 
 
+def test_a_folder_where_the_record_was(engine, target):
+    engine.ok(target)
+    record = target / "vllm/_dsv4_overlay/record.json"
+    record.unlink()
+    record.mkdir()
+    assert refused(engine, "not-readable", target)["message"] == f"{record}: Is a directory."
+
+
 def test_patched_files_without_any_record(engine, tmp_path):
     target = make_target(tmp_path / "tree", "git")
     engine.ok(target)
@@ -374,7 +388,9 @@ def test_what_root_adds_belongs_to_the_owner_of_the_tree(engine, tmp_path, kind)
     assert set(owners.values()) == {(1234, 1235)}, owners
 
 
-@pytest.mark.parametrize("argv", [[""], ["--revert", ""], ["--fetch", "", "tree"]])
+@pytest.mark.parametrize("argv", [
+    [""], ["--revert", ""], ["--fetch", "", "tree"], ["--fetch=", "."], ["--series=", "."],
+])  # fmt: skip
 def test_an_empty_argument(engine, target, argv, monkeypatch):
     """As of a variable that is not set: it would be the current folder."""
     monkeypatch.chdir(target)
