@@ -269,7 +269,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         raise
     _check_relied_on(report, target, series)
     if mode == "check":
-        check_writable([change.real for change in plan.changes])
+        check_writable(plan.places)
     data["state"] = "clean"
     if mode != "status":
         data["notes"] += plan.notes + _of_kernels(root, {change.path for change in plan.changes})
@@ -307,7 +307,7 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
     if not library.is_file():  # what was applied is not at hand
         return []
     built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
-    sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").iterdir()))  # as build-kernels.sh
+    sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").glob("[!.]*")))  # as build-kernels.sh
     if built and built[1].decode() == sha256(sources):
         return []
     return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"]

@@ -134,7 +134,7 @@ def apply(plan: Plan) -> None:
     Raises Refusal. Having changed nothing, or put it back: not-writable, source-changed or file-in-the-way if
     somebody changed a file while this ran, interrupted. Else: half-applied, not-synced.
     """
-    check_writable([change.real for change in plan.changes] + [plan.target.root / STATE_DIR])
+    check_writable(plan.places)
     with _signals_wait() as stop:
         try:
             _put_on(plan, stop)

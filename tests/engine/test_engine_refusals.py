@@ -13,6 +13,7 @@ from smallworld import (
     PRISTINE,
     RELEASE,
     SERIES,
+    Engine,
     diff,
     git,
     header,
@@ -533,6 +534,15 @@ def test_not_writable(engine, tmp_path, kind, mode):
         # git itself looks at the owner first; the environment above silenced it.
         expected = "not-vllm git distrusts" if kind == "git" else "not-readable vllm/config.py"
         assert said.startswith(expected)
+
+
+def test_check_needs_what_apply_needs(tmp_path, monkeypatch):
+    path = "vllm/sub/untouched.py"
+    engine = Engine(make_repo(tmp_path / "repo", {"one.patch": [path]}, {}, edited={path: b"value = 1\n"}))
+    target = make_target(tmp_path / "t", "source")
+    monkeypatch.setattr(os, "access", lambda folder, _: folder != target / "vllm")
+    for mode in ([], ["--check"]):
+        assert refused(engine, "not-writable", target, *mode)["path"] == str(target / "vllm")
 
 
 def test_a_state_folder_that_is_not_writable(engine, tmp_path):
