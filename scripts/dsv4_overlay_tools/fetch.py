@@ -98,8 +98,8 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
     hosts = sources.get("trusted-host", [])
     certs = sources.get("cert")
-    verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
     try:
+        verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
         with PyPIClient(trusted_hosts=hosts, **verify) as session:
             finder = unearth.PackageFinder(
                 session=session,
@@ -280,7 +280,7 @@ def fetch(series: Series, release: str, target: Path) -> None:
 
     Raises Refusal: fetch-target-not-empty, file-in-the-way, download-failed, archive-mismatch, not-writable.
     """
-    target = target.absolute()
+    target = Path(os.path.realpath(target))  # what is unpacked cannot be renamed over a link
     _refuse_used(target)
     for name, used in (("a mount point", target.is_mount()), ("the current folder", target == Path.cwd())):
         if used:

@@ -102,6 +102,17 @@ def test_unknown_release_and_unreachable_index(engine, index, tmp_path, monkeypa
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
+    monkeypatch.setenv("PIP_CERT", str(tmp_path / "nowhere.pem"))
+    message = engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")["message"]
+    assert "No such file" in message and "check the network and pip's index configuration" in message
+
+
+def test_a_link_to_an_empty_folder(engine, index, tmp_path):
+    index(make_archive())
+    (tmp_path / "disk/tree").mkdir(parents=True)
+    (tmp_path / "tree").symlink_to("disk/tree")
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+    assert (tmp_path / "disk/tree/vllm/config.py").read_bytes() == EDITED["vllm/config.py"]
 
 
 def test_passwords_are_not_shown(engine, index, tmp_path, monkeypatch):
