@@ -267,7 +267,12 @@ def check_release_main(argv: list[str], root: Path) -> int:
 
     summary, fits, supported = [], True, []
     for base in against:
-        findings = check_release(root, base, pristine, source_of)
+        try:
+            findings = check_release(root, base, pristine, source_of)
+        except SyntaxError as error:
+            what = f"{error.filename}, line {error.lineno}, is no Python that this one reads ({sys.executable})"
+            print(f"error: not-readable: {what}; use the one that the vLLM needs.", file=sys.stderr)
+            return 2
         print(f"vLLM {args.release} ({origin}) against the series {base.name} of {base.release}")
         for finding in findings:
             print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")
