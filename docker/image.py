@@ -187,7 +187,7 @@ def build(root: Path, args: argparse.Namespace, options: list[str]) -> str:
     given = arguments(root, args.release, name, digest, args.blackwell, args.series)
     commit = source(root)
     if not args.tag and (commit.dirty or not commit.revision):
-        why = "has changes that are not committed" if commit.dirty else "is not a git checkout"
+        why = "has changes that are not committed" if commit.dirty else "has no commit that git tells of"
         raise Refusal("no-tag", f"{root} {why}, so no tag could say what is in the image; commit, or give --tag.")
     if not args.tag and any(option.startswith(OTHER_CONTENT) for option in options):
         raise Refusal("no-tag", "A build with other arguments has another content than its tag says; give --tag.")

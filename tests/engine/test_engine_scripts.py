@@ -111,6 +111,16 @@ def test_an_environment_that_cannot_be_made(scripts, tmp_path):
     assert out == "" and err.startswith("error: bootstrap-failed: ") and err.count("\n") == 1
 
 
+def test_an_environment_where_pip_installs_for_the_user(scripts, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/uv").chmod(0o755)
+    env = environment(tmp_path, PIP_USER="1")
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    out, err = start(scripts / "apply-patches.sh", env=env).communicate()
+    assert out.startswith("tool"), err
+
+
 # ---------------------------------------------------------------- the scripts as they are
 
 
@@ -280,7 +290,8 @@ def test_the_real_thing(tmp_path):
     info = poison / f"rich-{pinned}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rich\nVersion: {pinned}\n")
-    env = environment(tmp_path, PYTHONPATH=str(poison))
+    # ... and what tells pip to install elsewhere is not about the tools.
+    env = environment(tmp_path, PYTHONPATH=str(poison), PIP_PREFIX=str(tmp_path / "elsewhere"))
 
     def run(*args, script="apply-patches.sh"):
         done = start(repo / "scripts" / script, *map(str, args), env=env, cwd=tmp_path)
