@@ -60,7 +60,9 @@ def build(folder):
             if done.returncode:
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-                problem = f"{' '.join(command[:3])} failed: {errors[-1]}"
+                problem = f"{' '.join(command[:3])} failed: {errors[-1]}; check pip's index configuration"
+                if any("ensurepip" in line for line in lines):  # Debian's says so in many lines
+                    problem = f"{sys.executable} cannot make virtual environments; install python3-venv, or uv"
                 break
         else:
             return None
@@ -93,7 +95,7 @@ def main():
             problem = build(new)
             if problem:
                 shutil.rmtree(new, ignore_errors=True)
-                stop("bootstrap-failed", f"{problem}; check pip's index configuration.")
+                stop("bootstrap-failed", f"{problem}.")
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(new, folder)
         os.close(lock)

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import bootstrap
 import pytest
 from smallworld import EDITED, PRISTINE, RELEASE, ROOT, make_repo, make_target, snapshot
 
@@ -109,6 +110,16 @@ def test_an_environment_that_cannot_be_made(scripts, tmp_path):
     run = start(scripts / "apply-patches.sh", env={**env, "XDG_CACHE_HOME": str(tmp_path / "file")})
     out, err = run.communicate()
     assert out == "" and err.startswith("error: bootstrap-failed: ") and err.count("\n") == 1
+
+
+def test_a_python_without_venv(tmp_path, monkeypatch):
+    """Debian's words."""
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
+    words = "was not created successfully because ensurepip is not\navailable.\n\nFailing command: x\n"
+    done = subprocess.CompletedProcess([], 1, words, "")
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *_, **__: done)
+    said = bootstrap.build(tmp_path / "venv")
+    assert said == f"{sys.executable} cannot make virtual environments; install python3-venv, or uv"
 
 
 def test_an_environment_where_pip_installs_for_the_user(scripts, tmp_path):
