@@ -47,7 +47,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def pip_sources() -> dict[str, list[str]]:
-    """Where pip would look: its index-url, extra-index-url, no-index, find-links, trusted-host and cert.
+    """Where pip would look: its index-url, extra-index-url, no-index, find-links, trusted-host, cert and proxy.
 
     Asked of pip itself, so that its files and PIP_* variables count as they do for `pip install`.
     Raises Refusal(download-failed) if there is no pip to ask.
@@ -98,9 +98,10 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
     hosts = sources.get("trusted-host", [])
     certs = sources.get("cert")
+    proxy = sources.get("proxy", [None])[0]
     try:
         verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
-        with PyPIClient(trusted_hosts=hosts, **verify) as session:
+        with PyPIClient(trusted_hosts=hosts, proxy=proxy, **verify) as session:
             finder = unearth.PackageFinder(
                 session=session,
                 index_urls=indexes + extra,

@@ -133,6 +133,24 @@ def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch):
     engine.ok("--fetch", RELEASE, tmp_path / "tree")
 
 
+def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+
+    class Proxy(http.server.SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            return str(tmp_path) + path.removeprefix("http://127.0.0.1:9")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/index")
+        monkeypatch.setenv("PIP_PROXY", f"http://127.0.0.1:{server.server_port}")
+        engine.ok("--fetch", RELEASE, tmp_path / "tree")
+        server.shutdown()
+
+
 def test_a_place_that_cannot_be_written(engine, index, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "archive", lambda *_: pytest.fail("downloaded"))
     monkeypatch.setattr(fetch.os, "access", lambda folder, _: folder != tmp_path)
