@@ -64,9 +64,10 @@ def source(root: Path) -> Source:
 
     try:
         repo = git.Repo(root)
+        # First: in another user's clone it fails with an error of git's, the others perhaps with a broken pipe.
+        dirty = bool(repo.git.status("--porcelain", "--untracked-files=normal"))
         commit = repo.head.commit
         url = repo.remotes["origin"].url if "origin" in repo.remotes else ""
-        dirty = bool(repo.git.status("--porcelain", "--untracked-files=normal"))
     except (git.GitError, git.GitCommandNotFound, ValueError):
         return Source()
     created = commit.committed_datetime.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
