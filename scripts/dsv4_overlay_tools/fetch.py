@@ -99,6 +99,8 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     hosts = sources.get("trusted-host", [])
     certs = sources.get("cert")
     proxy = sources.get("proxy", [None])[0]
+    if proxy and "://" not in proxy:  # as pip takes it
+        proxy = f"http://{proxy}"
     try:
         verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
         with PyPIClient(trusted_hosts=hosts, proxy=proxy, **verify) as session:

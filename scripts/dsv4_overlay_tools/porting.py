@@ -270,8 +270,8 @@ def check_release_main(argv: list[str], root: Path) -> int:
         try:
             findings = check_release(root, base, pristine, source_of)
         except SyntaxError as error:
-            what = f"{error.filename}, line {error.lineno}, is no Python that this one reads ({sys.executable})"
-            print(f"error: not-readable: {what}; use the one that the vLLM needs.", file=sys.stderr)
+            what = f"Python {sys.version.split()[0]} cannot read {error.filename}, line {error.lineno}"
+            print(f"error: not-readable: {what}; activate one that vLLM {args.release} is for.", file=sys.stderr)
             return 2
         print(f"vLLM {args.release} ({origin}) against the series {base.name} of {base.release}")
         for finding in findings:

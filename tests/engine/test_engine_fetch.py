@@ -133,7 +133,8 @@ def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch):
     engine.ok("--fetch", RELEASE, tmp_path / "tree")
 
 
-def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch):
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch, scheme):
     index(make_archive())
 
     class Proxy(http.server.SimpleHTTPRequestHandler):
@@ -146,7 +147,7 @@ def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/index")
-        monkeypatch.setenv("PIP_PROXY", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("PIP_PROXY", f"{scheme}127.0.0.1:{server.server_port}")
         engine.ok("--fetch", RELEASE, tmp_path / "tree")
         server.shutdown()
 

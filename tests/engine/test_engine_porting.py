@@ -36,7 +36,7 @@ def test_a_file_of_a_newer_python(ask):
     with (ask.repo / "overlay/common/vllm/dsv4/main.py").open("a") as main:
         main.write("from vllm.sub.untouched import value\n")
     status, out = ask(PRISTINE | {"vllm/sub/untouched.py": b"value = 1\nsyntax of tomorrow\n"})
-    assert status == 2 and "error: not-readable: vllm/sub/untouched.py, line 2, is no Python that this one" in out
+    assert status == 2 and " cannot read vllm/sub/untouched.py, line 2; activate one that vLLM 1.0.1 " in out
 
 
 def test_moved_lines_still_fit(ask):
