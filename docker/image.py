@@ -64,9 +64,10 @@ def source(root: Path) -> Source:
 
     try:
         repo = git.Repo(root)
+        # First: in another user's clone it fails with an error of git's, the others perhaps with a broken pipe.
+        dirty = bool(repo.git.status("--porcelain", "--untracked-files=normal"))
         commit = repo.head.commit
         url = repo.remotes["origin"].url if "origin" in repo.remotes else ""
-        dirty = bool(repo.git.status("--porcelain", "--untracked-files=normal"))
     except (git.GitError, git.GitCommandNotFound, ValueError):
         return Source()
     created = commit.committed_datetime.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -187,7 +188,7 @@ def build(root: Path, args: argparse.Namespace, options: list[str]) -> str:
     given = arguments(root, args.release, name, digest, args.blackwell, args.series)
     commit = source(root)
     if not args.tag and (commit.dirty or not commit.revision):
-        why = "has changes that are not committed" if commit.dirty else "is not a git checkout"
+        why = "has changes that are not committed" if commit.dirty else "has no commit that git tells of"
         raise Refusal("no-tag", f"{root} {why}, so no tag could say what is in the image; commit, or give --tag.")
     if not args.tag and any(option.startswith(OTHER_CONTENT) for option in options):
         raise Refusal("no-tag", "A build with other arguments has another content than its tag says; give --tag.")

@@ -48,15 +48,21 @@ def build(folder):
             ["uv", "pip", "install", "--quiet", "--require-hashes", "--python", str(python), "-r",
              str(REQUIREMENTS)],
         ))
+    # With these of the user's set, pip would install elsewhere, or not at all.
+    env = {**os.environ, "PIP_USER": "0"}
+    for name in ("PIP_PREFIX", "PIP_ROOT", "PIP_TARGET"):
+        env.pop(name, None)
     problem = ""
     for way in ways:
         shutil.rmtree(folder, ignore_errors=True)
         for command in way:
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-                problem = f"{' '.join(command[:3])} failed: {errors[-1]}"
+                problem = f"{' '.join(command[:3])} failed: {errors[-1]}; check pip's index configuration"
+                if any("ensurepip" in line for line in lines):  # Debian's says so in many lines
+                    problem = f"{sys.executable} cannot make virtual environments; install python3-venv, or uv"
                 break
         else:
             return None
@@ -65,7 +71,7 @@ def build(folder):
 
 def main():
     if sys.version_info < (3, 10):  # noqa: UP036 - this file alone runs under any Python 3
-        stop("bootstrap-failed", f"{sys.executable} is older than Python 3.10.")
+        stop("bootstrap-failed", f"{sys.executable} is older than Python 3.10; activate a newer one.")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if base.startswith("~"):
         stop("bootstrap-failed", "there is no home folder; set HOME or XDG_CACHE_HOME.")
@@ -89,7 +95,7 @@ def main():
             problem = build(new)
             if problem:
                 shutil.rmtree(new, ignore_errors=True)
-                stop("bootstrap-failed", f"{problem}; check pip's index configuration.")
+                stop("bootstrap-failed", f"{problem}.")
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(new, folder)
         os.close(lock)

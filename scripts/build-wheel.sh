@@ -20,6 +20,10 @@ case ${1:-} in
 esac
 [[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the folder for the wheel; see --help."
 out=$(realpath -m -- "${1:-$repo/dist}")
+folder=$out
+while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
+[ -d "$folder" ] && [ -w "$folder" ] ||
+    stop "$out cannot be made, since $folder is no folder that can be written; name another one."
 if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
     python=$VIRTUAL_ENV/bin/python
 else

@@ -50,7 +50,8 @@ def check_library(root: Path, library: Path) -> None:
     found = re.search(rb"mla_kernels_build (\{[^\0]*\})\0", library.read_bytes())
     if found is None:
         stop(f"{library} does not say how it was built; make it with {build}.")
-    sources = b"".join(path.read_bytes() for path in sorted((root / "csrc").iterdir()))
+    shown = sorted((root / "csrc").glob("[!.]*"))  # as build-kernels.sh
+    sources = b"".join(path.read_bytes() for path in shown)
     interface = re.search(
         r"^INTERFACE = (\d+)$", (root / KERNELS / "native.py").read_text(), re.MULTILINE
     )

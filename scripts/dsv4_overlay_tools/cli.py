@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     args = _parser().parse_args(argv)
-    if "" in argv:
+    if "" in [*argv, *args.series, args.fetch]:
         raise UsageError("an argument is empty; is a variable unset?")
     if (args.target is None) != args.installed:
         raise UsageError("give either TARGET or --installed")
@@ -231,15 +231,12 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
     if state == "applied":
         record, _ = read_record(target.root)
         report.applied(record)
+        wanted = record["series"] if mode == "status" else _series_for(root, target, names).releases
         series = None
-        try:
+        with contextlib.suppress(Refusal):  # what is applied can be told without a series
             series = _series_for(root, target, record["series"])
-            wanted = record["series"] if mode == "status" else _series_for(root, target, names).releases
-        except Refusal:
-            if mode != "status":  # what is applied can be told without a series
-                raise
         _survey(report, root, target, series)
-        if series and list(record["series"]) != list(wanted):
+        if list(record["series"]) != list(wanted):
             raise Refusal(
                 "patch-changed",
                 f"{target.root} has {' and '.join(record['series'])} applied and not {' and '.join(wanted)}; run "
@@ -272,7 +269,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         raise
     _check_relied_on(report, target, series)
     if mode == "check":
-        check_writable([change.real for change in plan.changes])
+        check_writable(plan.places)
     data["state"] = "clean"
     if mode != "status":
         data["notes"] += plan.notes + _of_kernels(root, {change.path for change in plan.changes})
@@ -310,7 +307,7 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
     if not library.is_file():  # what was applied is not at hand
         return []
     built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
-    sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").iterdir()))  # as build-kernels.sh
+    sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").glob("[!.]*")))  # as build-kernels.sh
     if built and built[1].decode() == sha256(sources):
         return []
     return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"]

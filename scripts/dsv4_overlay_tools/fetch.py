@@ -47,7 +47,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def pip_sources() -> dict[str, list[str]]:
-    """Where pip would look: its index-url, extra-index-url, no-index, find-links, trusted-host and cert.
+    """Where pip would look: its index-url, extra-index-url, no-index, find-links, trusted-host, cert and proxy.
 
     Asked of pip itself, so that its files and PIP_* variables count as they do for `pip install`.
     Raises Refusal(download-failed) if there is no pip to ask.
@@ -98,9 +98,12 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     links = [url for url in sources.get("find-links", []) if "://" in url or Path(url).is_dir()]
     hosts = sources.get("trusted-host", [])
     certs = sources.get("cert")
-    verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
+    proxy = sources.get("proxy", [None])[0]
+    if proxy and "://" not in proxy:  # as pip takes it
+        proxy = f"http://{proxy}"
     try:
-        with PyPIClient(trusted_hosts=hosts, **verify) as session:
+        verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
+        with PyPIClient(trusted_hosts=hosts, proxy=proxy, **verify) as session:
             finder = unearth.PackageFinder(
                 session=session,
                 index_urls=indexes + extra,
@@ -280,7 +283,7 @@ def fetch(series: Series, release: str, target: Path) -> None:
 
     Raises Refusal: fetch-target-not-empty, file-in-the-way, download-failed, archive-mismatch, not-writable.
     """
-    target = target.absolute()
+    target = Path(os.path.realpath(target))  # what is unpacked cannot be renamed over a link
     _refuse_used(target)
     for name, used in (("a mount point", target.is_mount()), ("the current folder", target == Path.cwd())):
         if used:

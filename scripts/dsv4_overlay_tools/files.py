@@ -30,9 +30,8 @@ def resolve(root: Path, path: str) -> Path:
 
 def read(path: Path) -> bytes:
     """The bytes of a plain file. Raises OSError for anything else; a FIFO would make a plain open() wait."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         return file.read()
 

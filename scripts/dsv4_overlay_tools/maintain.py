@@ -39,6 +39,7 @@ from .series import (
     split_lines,
 )
 from .target import detect
+from .transaction import state_of
 
 REQUIRED_FIELDS = (
     "Description", "Origin", "Forwarded", "Last-Update", "Hooks", "Drop-When", "Files",
@@ -193,7 +194,11 @@ def export(
     With `served`, also the pins of the other releases that it serves.
     Raises Refusal(unowned-change), naming the files, if the tree has a change no patch owns.
     """
-    if (tree / STATE_DIR).is_dir() and (applied := list(read_record(tree)[0]["series"])) != [series.name]:
+    state = state_of(tree)
+    if state in ("begun", "changing"):
+        what = f"{tree} is between two states because a run was interrupted; run apply-patches.sh on it first."
+        raise Refusal("half-applied", what)
+    if state == "applied" and (applied := list(read_record(tree)[0]["series"])) != [series.name]:
         raise Refusal(
             "unowned-change",
             f"{tree} has the series {' and '.join(applied)} applied, and all that is changed there would go into "
@@ -316,7 +321,12 @@ def _kernel_problems(overlay: dict[str, OverlayFile]) -> list[str]:
     for path, file in sorted(overlay.items()):
         if not path.startswith(KERNELS + "/") or not path.endswith(".py"):
             continue
-        for name in sorted(imports(path, file.data)):
+        try:
+            names = sorted(imports(path, file.data))
+        except (SyntaxError, ValueError) as error:
+            problems.append(f"{path} is invalid Python: {error}")
+            continue
+        for name in names:
             inside = (name + ".").startswith(KERNELS.replace("/", ".") + ".")
             provider = path == f"{KERNELS}/flashinfer_sparse_mla.py" and name.startswith("flashinfer.")
             if not (inside or provider) and name.partition(".")[0] not in KERNEL_IMPORTS:

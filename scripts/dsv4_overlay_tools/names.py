@@ -21,8 +21,8 @@ class Need:
 
 
 @functools.cache
-def _parse(data: bytes) -> ast.Module:
-    return ast.parse(data)
+def _parse(path: str, data: bytes) -> ast.Module:
+    return ast.parse(data, path)
 
 
 def module_path(name: str, files: Files) -> str | None:
@@ -72,7 +72,7 @@ def _bound(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 def defines(path: str, name: str, files: Files) -> bool:
     """Whether the module at `path` has `name` after it is run."""
-    body = _parse(files[path]).body
+    body = _parse(path, files[path]).body
     bound = _bound(body)
     if name in bound:
         return True
@@ -86,7 +86,7 @@ def defines(path: str, name: str, files: Files) -> bool:
 def missing_imports(path: str, files: Files, ours: Files) -> tuple[int, list[Need]]:
     """How many names the overlay file at `path` imports from vLLM, or has as the text of a string, and those that
     `files` lack. `ours` are all files of the overlay."""
-    tree = _parse(ours[path])
+    tree = _parse(path, ours[path])
     top = {id(node) for node in _statements(tree.body)}
     types_only = {id(inner) for node in ast.walk(tree) if _for_types_only(node)
                   for statement in node.body for inner in ast.walk(statement)}  # fmt: skip
@@ -168,7 +168,7 @@ def reached(ours: Files, roots: set[str]) -> set[str]:
 
 def _class(path: str, name: str, files: Files) -> tuple[str, ast.ClassDef] | None:
     """Where the class that the module at `path` has as `name` is made, and how."""
-    node = _bound(_parse(files[path]).body).get(name)
+    node = _bound(_parse(path, files[path]).body).get(name)
     if isinstance(node, ast.ClassDef):
         return path, node
     if isinstance(node, ast.ImportFrom):
@@ -180,7 +180,7 @@ def _class(path: str, name: str, files: Files) -> tuple[str, ast.ClassDef] | Non
 
 def _gone(path: str, node: ast.ClassDef, files: Files) -> Iterator[str]:
     """What the class at `path` derives from by an import that finds nothing."""
-    bound = _bound(_parse(files[path]).body)
+    bound = _bound(_parse(path, files[path]).body)
     for base in node.bases:
         name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
         source = bound.get(name)
@@ -222,7 +222,7 @@ def missing_overrides(path: str, files: Files, ours: Files) -> tuple[int, list[N
     but for the decorator's arguments, and what is given to `require`. Where a base is only known when the overlay
     runs, the name has to be in some class of vLLM.
     """
-    tree = _parse(ours[path])
+    tree = _parse(path, ours[path])
     both = {**files, **ours}
     count, missing = 0, []
 

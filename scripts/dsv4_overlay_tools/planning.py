@@ -36,6 +36,11 @@ class Plan:
     directories: list[str]  # that the overlay needs and vLLM does not have, from the outside in
     notes: list[str]  # what the user should know
 
+    @property
+    def places(self) -> list[Path]:
+        """Where something is written."""
+        return [change.real for change in self.changes] + [self.target.root / STATE_DIR]
+
 
 def _source_changed(target: Target, diff: FileDiff, found: bytes) -> Refusal:
     line = None

@@ -267,7 +267,12 @@ def check_release_main(argv: list[str], root: Path) -> int:
 
     summary, fits, supported = [], True, []
     for base in against:
-        findings = check_release(root, base, pristine, source_of)
+        try:
+            findings = check_release(root, base, pristine, source_of)
+        except SyntaxError as error:
+            what = f"Python {sys.version.split()[0]} cannot read {error.filename}, line {error.lineno}"
+            print(f"error: not-readable: {what}; activate one that vLLM {args.release} is for.", file=sys.stderr)
+            return 2
         print(f"vLLM {args.release} ({origin}) against the series {base.name} of {base.release}")
         for finding in findings:
             print(f"{finding.verdict:8}  {finding.seam}: {finding.where}")

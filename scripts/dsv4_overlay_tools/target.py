@@ -195,8 +195,8 @@ def locate_installed(python: str) -> Path:
     try:
         found = json.loads(done.stdout.strip().split("\n")[-1])
     except ValueError:
-        reason = (done.stderr.strip().split("\n") or ["no output"])[-1]
-        raise Refusal("not-vllm", f"{python} could not look for vLLM: {reason}") from None
+        reason = done.stderr.strip().split("\n")[-1] or "no output"
+        raise Refusal("not-vllm", f"{python} could not look for vLLM ({reason}); give its folder.") from None
     dist_root = Path(found["dist_root"]).absolute() if found["dist_root"] else None
     if dist_root:
         for info in sorted(dist_root.glob("vllm-*.dist-info")):
@@ -225,8 +225,15 @@ def check_index(target: Target, stack: Stack) -> None:
     if target.kind != "git" or not stack.files:
         return
     repo = open_git(target.root)
-    staged = repo.git.diff("--cached", "--raw", "--no-abbrev", "--no-renames", "-z",
-                           "--", *sorted(stack.files))
+    import git
+
+    try:
+        staged = repo.git.diff("--cached", "--raw", "--no-abbrev", "--no-renames", "-z",
+                               "--", *sorted(stack.files))
+    except git.GitCommandError:
+        raise Refusal(
+            "not-vllm", f"git cannot read the index of {target.root}; mend what 'git status' says there."
+        ) from None
     parts = iter(staged.rstrip("\0").split("\0") if staged else [])
     for fields, path in zip(parts, parts, strict=True):
         blob = fields.split()[3]

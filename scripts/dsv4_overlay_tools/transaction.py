@@ -134,7 +134,7 @@ def apply(plan: Plan) -> None:
     Raises Refusal. Having changed nothing, or put it back: not-writable, source-changed or file-in-the-way if
     somebody changed a file while this ran, interrupted. Else: half-applied, not-synced.
     """
-    check_writable([change.real for change in plan.changes] + [plan.target.root / STATE_DIR])
+    check_writable(plan.places)
     with _signals_wait() as stop:
         try:
             _put_on(plan, stop)
@@ -319,13 +319,12 @@ def _remove_folders(root: Path, folders: list[str]) -> list[str]:
         for place in (root / folder / "__pycache__", root / folder):
             try:
                 os.rmdir(place)
-            except FileNotFoundError:
-                pass
             except OSError as error:
-                if error.errno != errno.ENOTEMPTY:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
     there = [folder for folder in folders if (root / folder).is_dir()]
     left = {f"{folder}/{name}" for folder in there for name in os.listdir(root / folder)}.difference(folders)
+    left |= {folder for folder in folders if folder not in there and os.path.lexists(root / folder)}
     return [f"not from this overlay, and left where it is: {path}" for path in sorted(left)]
 
 

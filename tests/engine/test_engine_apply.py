@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -155,6 +156,17 @@ def test_apply_leaves_other_edits_alone(engine, target):
     assert after.pop("vllm/dsv4/later.py")[2] == b"put into a folder of the overlay\n"
     assert after.pop("vllm/dsv4")[0] == "folder"
     assert after == before
+
+
+@pytest.mark.parametrize("path", ["vllm/dsv4", "vllm/dsv4/deep/__pycache__"])
+def test_a_file_where_a_folder_of_the_overlay_was(engine, target, path):
+    engine.ok(target)
+    if path == "vllm/dsv4":
+        shutil.rmtree(target / path)
+    (target / path).write_bytes(b"mine")
+    notes = engine.ok(target, "--revert")["notes"]
+    assert f"not from this overlay, and left where it is: {path}" in notes
+    assert (target / path).read_bytes() == b"mine" and not (target / STATE).exists()
 
 
 def test_hard_linked_files_keep_their_old_content_elsewhere(engine, tmp_path):
@@ -316,6 +328,12 @@ def test_installed_refuses_an_editable_install_and_names_its_tree(engine, tmp_pa
     status, report = installed(engine.root, source, tmp_path)
     assert report["error"]["code"] == "editable-install"
     assert str(source) in report["error"]["message"]
+
+
+def test_installed_asks_a_python_that_says_nothing(engine, monkeypatch):
+    monkeypatch.setenv("DSV4_OVERLAY_PYTHON", "/bin/false")
+    message = engine.refused("not-vllm", "--installed")["message"]
+    assert message == "/bin/false could not look for vLLM (no output); give its folder."
 
 
 def test_installed_without_vllm(engine, tmp_path):

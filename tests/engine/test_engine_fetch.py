@@ -102,6 +102,17 @@ def test_unknown_release_and_unreachable_index(engine, index, tmp_path, monkeypa
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
+    monkeypatch.setenv("PIP_CERT", str(tmp_path / "nowhere.pem"))
+    message = engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")["message"]
+    assert "No such file" in message and "check the network and pip's index configuration" in message
+
+
+def test_a_link_to_an_empty_folder(engine, index, tmp_path):
+    index(make_archive())
+    (tmp_path / "disk/tree").mkdir(parents=True)
+    (tmp_path / "tree").symlink_to("disk/tree")
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+    assert (tmp_path / "disk/tree/vllm/config.py").read_bytes() == EDITED["vllm/config.py"]
 
 
 def test_passwords_are_not_shown(engine, index, tmp_path, monkeypatch):
@@ -120,6 +131,25 @@ def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index/vllm"))
     engine.ok("--fetch", RELEASE, tmp_path / "tree")
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch, scheme):
+    index(make_archive())
+
+    class Proxy(http.server.SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            return str(tmp_path) + path.removeprefix("http://127.0.0.1:9")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/index")
+        monkeypatch.setenv("PIP_PROXY", f"{scheme}127.0.0.1:{server.server_port}")
+        engine.ok("--fetch", RELEASE, tmp_path / "tree")
+        server.shutdown()
 
 
 def test_a_place_that_cannot_be_written(engine, index, tmp_path, monkeypatch):

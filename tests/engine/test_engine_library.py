@@ -122,6 +122,9 @@ def test_a_library_of_other_sources_is_named(engine, tmp_path):
     target = make_target(tmp_path / "target", "source")
     add_loader(engine.root)
     assert kernel_notes(engine.ok(target, "--check")) == []
+    (engine.root / "csrc/.b.cu.swp").write_bytes(b"an editor's")
+    (engine.root / "csrc/.cache").mkdir()
+    assert kernel_notes(engine.ok(target, "--check")) == []
     (engine.root / "csrc/b.cu").write_bytes(b"three")
     for mode in (["--check"], [], [], ["--status"]):
         (note,) = kernel_notes(engine.ok(target, *mode))

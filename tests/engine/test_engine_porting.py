@@ -17,7 +17,7 @@ def ask(tmp_path, capsys):
     def run(files, release="1.0.1", *options):
         write(tmp_path / "new", files)
         status = porting.check_release_main([release, "--pristine", str(tmp_path / "new"), *options], repo)
-        return status, capsys.readouterr().out
+        return status, "".join(capsys.readouterr())
 
     run.repo = repo
     return run
@@ -30,6 +30,13 @@ def seams(out, path):
 def test_the_release_itself(ask):
     status, out = ask(PRISTINE)
     assert status == 0 and "8 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
+
+
+def test_a_file_of_a_newer_python(ask):
+    with (ask.repo / "overlay/common/vllm/dsv4/main.py").open("a") as main:
+        main.write("from vllm.sub.untouched import value\n")
+    status, out = ask(PRISTINE | {"vllm/sub/untouched.py": b"value = 1\nsyntax of tomorrow\n"})
+    assert status == 2 and " cannot read vllm/sub/untouched.py, line 2; activate one that vLLM 1.0.1 " in out
 
 
 def test_moved_lines_still_fit(ask):

@@ -13,6 +13,7 @@ from smallworld import (
     PRISTINE,
     RELEASE,
     SERIES,
+    Engine,
     diff,
     git,
     header,
@@ -80,6 +81,12 @@ def test_git_index_at_another_release(engine, tmp_path):
     refused(engine, "wrong-release", target, "--check")
     git(target, "checkout", "-q", "-f", "v0.5.0")  # HEAD as well
     assert "0.5.0" in refused(engine, "wrong-release", target)["message"]
+
+
+def test_a_damaged_git_index(engine, tmp_path):
+    target = make_target(tmp_path / "t", "git")
+    (target / ".git/index").write_bytes(b"rubbish")
+    assert "git cannot read the index" in refused(engine, "not-vllm", target, "--check")["message"]
 
 
 @pytest.mark.parametrize("mode", [[], ["--check"], ["--status"]])
@@ -352,6 +359,14 @@ def test_record_lost(engine, target):
     engine.ok(target, "--revert")
 
 
+def test_a_folder_where_the_record_was(engine, target):
+    engine.ok(target)
+    record = target / "vllm/_dsv4_overlay/record.json"
+    record.unlink()
+    record.mkdir()
+    assert refused(engine, "not-readable", target)["message"] == f"{record}: Is a directory."
+
+
 def test_patched_files_without_any_record(engine, tmp_path):
     target = make_target(tmp_path / "tree", "git")
     engine.ok(target)
@@ -374,7 +389,9 @@ def test_what_root_adds_belongs_to_the_owner_of_the_tree(engine, tmp_path, kind)
     assert set(owners.values()) == {(1234, 1235)}, owners
 
 
-@pytest.mark.parametrize("argv", [[""], ["--revert", ""], ["--fetch", "", "tree"]])
+@pytest.mark.parametrize("argv", [
+    [""], ["--revert", ""], ["--fetch", "", "tree"], ["--fetch=", "."], ["--series=", "."],
+])  # fmt: skip
 def test_an_empty_argument(engine, target, argv, monkeypatch):
     """As of a variable that is not set: it would be the current folder."""
     monkeypatch.chdir(target)
@@ -517,6 +534,15 @@ def test_not_writable(engine, tmp_path, kind, mode):
         # git itself looks at the owner first; the environment above silenced it.
         expected = "not-vllm git distrusts" if kind == "git" else "not-readable vllm/config.py"
         assert said.startswith(expected)
+
+
+def test_check_needs_what_apply_needs(tmp_path, monkeypatch):
+    path = "vllm/sub/untouched.py"
+    engine = Engine(make_repo(tmp_path / "repo", {"one.patch": [path]}, {}, edited={path: b"value = 1\n"}))
+    target = make_target(tmp_path / "t", "source")
+    monkeypatch.setattr(os, "access", lambda folder, _: folder != target / "vllm")
+    for mode in ([], ["--check"]):
+        assert refused(engine, "not-writable", target, *mode)["path"] == str(target / "vllm")
 
 
 def test_a_state_folder_that_is_not_writable(engine, tmp_path):

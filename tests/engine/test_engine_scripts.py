@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import bootstrap
 import pytest
 from smallworld import EDITED, PRISTINE, RELEASE, ROOT, make_repo, make_target, snapshot
 
@@ -109,6 +110,26 @@ def test_an_environment_that_cannot_be_made(scripts, tmp_path):
     run = start(scripts / "apply-patches.sh", env={**env, "XDG_CACHE_HOME": str(tmp_path / "file")})
     out, err = run.communicate()
     assert out == "" and err.startswith("error: bootstrap-failed: ") and err.count("\n") == 1
+
+
+def test_a_python_without_venv(tmp_path, monkeypatch):
+    """Debian's words."""
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
+    words = "was not created successfully because ensurepip is not\navailable.\n\nFailing command: x\n"
+    done = subprocess.CompletedProcess([], 1, words, "")
+    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *_, **__: done)
+    said = bootstrap.build(tmp_path / "venv")
+    assert said == f"{sys.executable} cannot make virtual environments; install python3-venv, or uv"
+
+
+def test_an_environment_where_pip_installs_for_the_user(scripts, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin/uv").chmod(0o755)
+    env = environment(tmp_path, PIP_USER="1")
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    out, err = start(scripts / "apply-patches.sh", env=env).communicate()
+    assert out.startswith("tool"), err
 
 
 # ---------------------------------------------------------------- the scripts as they are
@@ -280,7 +301,8 @@ def test_the_real_thing(tmp_path):
     info = poison / f"rich-{pinned}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rich\nVersion: {pinned}\n")
-    env = environment(tmp_path, PYTHONPATH=str(poison))
+    # ... and what tells pip to install elsewhere is not about the tools.
+    env = environment(tmp_path, PYTHONPATH=str(poison), PIP_PREFIX=str(tmp_path / "elsewhere"))
 
     def run(*args, script="apply-patches.sh"):
         done = start(repo / "scripts" / script, *map(str, args), env=env, cwd=tmp_path)

@@ -175,6 +175,17 @@ def test_export_from_an_applied_git_checkout(world, capsys, engine, tmp_path):
     assert b"+line10 = 11\n" in (repo / f"{SERIES}/config.patch").read_bytes()
 
 
+def test_export_of_a_tree_between_two_states(world, capsys, engine):
+    repo, _, tree = world
+    engine.root = repo
+    engine.ok(copy(world[1], tree / "../applied"))
+    state = (tree / "../applied/vllm/_dsv4_overlay").resolve()
+    (state / "record.json").rename(state / "journal.json")
+    before = snapshot(repo)
+    status, _, err = run_export((repo, world[1], state.parents[1]), capsys)
+    assert status == 1 and "error: half-applied: " in err and snapshot(repo) == before
+
+
 SAMPLES = [b"a\n", b"b\n", b"\n", b"c\r\n", b"\x0c\x85\xff\n", b"--- a\n", b"+++ b\n",
            b"@@ -1 +1 @@\n", b"\\ No\n"]  # fmt: skip
 LINES = st.lists(st.sampled_from(SAMPLES), max_size=30)
@@ -394,6 +405,13 @@ def test_the_kernels_stand_alone(world, capsys, source, fine):
         file.write("import vllm.third_party.mla_kernels.other\n")
     err = run_check(world, capsys)[2]
     assert ("the kernels may use" in err) == (not fine), err
+
+
+def test_a_kernel_that_is_no_python_and_that_nothing_uses(world, capsys):
+    place = world[0] / "overlay/common/vllm/third_party/mla_kernels/draft.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("def half(:\n")
+    assert "mla_kernels/draft.py is invalid Python: " in run_check(world, capsys)[2]
 
 
 @pytest.fixture

@@ -163,7 +163,8 @@ def test_what_is_applied_and_gone_from_the_repository(engine, target):
     for file in (engine.root / DROP_IN).iterdir():
         file.unlink()
     assert engine.ok(target, "--status")["series"] == ["drop-in", "full-width"]
-    assert "has no series 'drop-in'" in engine.refused("no-series", target)["message"]
+    message = engine.refused("patch-changed", target)["message"]
+    assert " has drop-in and full-width applied and not full-width; run with --revert first" in message
     engine.ok(target, "--revert")
 
 

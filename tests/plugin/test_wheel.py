@@ -161,6 +161,15 @@ def test_wrong_arguments(repo, arguments):
     assert (done.returncode, done.stdout) == (1, "") and "see --help" in done.stderr
 
 
+@pytest.mark.parametrize("place", ["file", "file/out"])
+def test_a_folder_that_cannot_be_made(clone, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (clone / LIBRARY).unlink()  # which is looked for later
+    done = run(clone / "scripts/build-wheel.sh", tmp_path / place)
+    said = f"{tmp_path / place} cannot be made, since {tmp_path}/file is no folder that can be written"
+    assert done.returncode == 1 and done.stderr == f"error: {said}; name another one.\n"
+
+
 def test_a_file_beside_the_kernels_does_not_get_in(clone, tmp_path):
     """What an editor or a build leaves, or another library."""
     for name in ("notes.txt", "lib/other.so", "lib/.libmla_kernels.so.new", "__pycache__/x.pyc"):
