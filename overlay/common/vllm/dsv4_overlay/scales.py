@@ -181,8 +181,8 @@ def load_scales(vllm_config: "VllmConfig") -> Scales:
     return _from_checkpoint(model.model, model.revision, load.download_dir)
 
 
-@functools.cache
 def _from_file(path: str) -> Scales:
+    # Not cached: it may be measured anew between two models of one process.
     try:
         with safe_open(path, "pt") as file:
             names = list(file.keys())

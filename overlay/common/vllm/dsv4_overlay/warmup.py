@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 def warm_up(worker: "Worker") -> None:
     """Run one layer of each kind on batches that hold padding only; nothing where no
     layer is the overlay's."""
-    layers = {layer.compress_ratio: layer for layer in attention.LAYERS}
+    layers = {x.compress_ratio: x for x in attention.layers(worker.vllm_config)}
     if not layers:
         return
     from vllm.dsv4_overlay import adapter  # not at the top: every model is warmed up
