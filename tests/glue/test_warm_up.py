@@ -25,7 +25,8 @@ def test_warm_up_compiles_all(ratio, kind, dtype, launches, monkeypatch):
     rotary = SimpleNamespace(cos_sin_cache=step.cos_sin)
     outer = SimpleNamespace(compressor=getattr(step, "compressor", None), rotary_emb=rotary, eps=EPS)
     monkeypatch.setattr(adapter, "outer_layer", lambda layer, context: outer)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer, "indexer": None}))
+    compilation = SimpleNamespace(static_forward_context={"layer": layer, "indexer": None})
+    config = SimpleNamespace(compilation_config=compilation)
     monkeypatch.setattr(
         warmup, "set_forward_context",
         lambda *_: override_forward_context(SimpleNamespace(additional_kwargs={})),

@@ -98,7 +98,7 @@ def to_e4m3(x):
 
 
 @triton.jit
-def _add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
+def add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
     # A sum of two operands: no layout that the compiler may choose can change the
     # order.
     return tl.sum(tl.reshape(x, (RUNS, 2, HALF)), axis=1)
@@ -111,9 +111,9 @@ def _sum_of_squares(low, high, ROWS: tl.constexpr):
     runs: tl.constexpr = HALF_DIM // 8
     total = low * low + high * high
     for level in tl.static_range(3):
-        total = _add_halves(total, ROWS * runs, 4 >> level)
+        total = add_halves(total, ROWS * runs, 4 >> level)
     for level in tl.static_range(5):
-        total = _add_halves(total, ROWS, (runs // 2) >> level)
+        total = add_halves(total, ROWS, (runs // 2) >> level)
     return total
 
 
@@ -265,6 +265,34 @@ def check_cos_sin(cos_sin_cache: torch.Tensor) -> None:
     if cos_sin_cache.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"cos_sin_cache must be fp32 or bf16, got {cos_sin_cache.dtype}."
+        )
+
+
+def check_block_table(block_table: torch.Tensor) -> None:
+    """Raise ValueError unless `block_table` is [requests, blocks] int32 with contiguous
+    rows."""
+    if (
+        block_table.dim() != 2
+        or block_table.stride(1) != 1
+        or block_table.dtype != torch.int32
+    ):
+        raise ValueError(
+            "block_table must be [requests, blocks] int32 with contiguous rows, got "
+            f"{list(block_table.shape)} {block_table.dtype}, strides "
+            f"{block_table.stride()}."
+        )
+
+
+def check_norm_weight(weight: torch.Tensor, head_dim: int) -> None:
+    """Raise ValueError unless `weight` is [head_dim] bf16 or fp32, contiguous."""
+    if (
+        weight.shape != (head_dim,)
+        or weight.dtype not in (torch.bfloat16, torch.float32)
+        or not weight.is_contiguous()
+    ):
+        raise ValueError(
+            f"rms_norm_weight must be [{head_dim}] bf16 or fp32, contiguous, got "
+            f"{list(weight.shape)} {weight.dtype}, stride {weight.stride()}."
         )
 
 

@@ -14,9 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .insert import ROPE_DIM, check_cos_sin, check_indices
+from .insert import (
+    E4M3_MAX,
+    ROPE_DIM,
+    add_halves,
+    check_block_table,
+    check_cos_sin,
+    check_indices,
+    check_norm_weight,
+    check_same_device,
+)
 
-_E4M3_MAX = tl.constexpr(448.0)
 _LOWEST = tl.constexpr(-2e38)
 _RATIOS_OF_HEAD = {512: (4, 128), 128: (4,)}
 # Bytes of a packed row: 448 E4M3, 64 BF16 and 8 scales; 128 E4M3 and one FP32 scale.
@@ -78,12 +86,6 @@ def _exp(x):
 
 
 @triton.jit
-def _add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
-    # Of two operands, so that no layout decides the order of a sum.
-    return tl.sum(tl.reshape(x, (RUNS, 2, HALF)), axis=1)
-
-
-@triton.jit
 def _add_sixteen(x, WIDTH: tl.constexpr):
     """The rows of `x`, as a tree: those 8 apart first, neighbours last."""
     for level in tl.static_range(4):
@@ -108,7 +110,7 @@ def _store_attention_row(x, weight, eps, cos, sin, row, scales):
     # There a warp has 64 channels, adds them by a butterfly, and one thread adds warps.
     squares = tl.fma(even, even, odd * odd)
     for level in tl.static_range(5):
-        squares = _add_halves(squares, 8, 16 >> level)
+        squares = add_halves(squares, 8, 16 >> level)
     even, odd = tl.split(tl.reshape(squares, (4, 2)))
     sum0, sum2, sum4, sum6 = _split_four(even)
     sum1, sum3, sum5, sum7 = _split_four(odd)
@@ -128,7 +130,7 @@ def _store_attention_row(x, weight, eps, cos, sin, row, scales):
     # Up to a power of two; as its exponent is stored.
     exponent = ((raw.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) & 0xFF
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.clamp(rounded * inverse[:, None], -_E4M3_MAX, _E4M3_MAX)
+    scaled = tl.clamp(rounded * inverse[:, None], -E4M3_MAX, E4M3_MAX)
     stored = tl.reshape(scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), (512,))
     tl.store(row + channel, stored, mask=channel < 448)
     group = tl.arange(0, 8)
@@ -148,7 +150,7 @@ def _store_indexer_row(x, weight, eps, cos, sin, row, scales):
     rounded = turned.to(tl.bfloat16).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(rounded), axis=0), 1e-4)
     exponent = tl.ceil(tl.log2(largest * (1.0 / 448)))
-    scaled = tl.clamp(rounded * tl.exp2(-exponent), -_E4M3_MAX, _E4M3_MAX)
+    scaled = tl.clamp(rounded * tl.exp2(-exponent), -E4M3_MAX, E4M3_MAX)
     tl.store(row + channel, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
     tl.store(scales.to(tl.pointer_type(tl.float32)), tl.exp2(exponent))
 
@@ -186,10 +188,11 @@ def _save_compress_kernel(
     overlap: tl.constexpr = RATIO == 4
     width: tl.constexpr = HEAD_DIM * (1 + overlap)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token)
     request = tl.load(token_to_req_indices + token, mask=token < num_requests, other=-1)
     kv_slot = tl.load(kv_slot_mapping + token, mask=token < num_kv_slots, other=-1)
+    kv_slot = kv_slot.to(tl.int64)
     if slot < 0:
         return
 
@@ -407,17 +410,18 @@ def save_compress_store(
         kv_score: [tokens, 2 * width] fp32, values, then scores; width 2 * head_dim for
             ratio 4 and head_dim for ratio 128. Rows may be strided.
         ape: [compress_ratio, width] fp32, contiguous, added to the scores.
-        positions: [tokens or more] int64.
-        slot_mapping: [tokens] int64.
+        positions: [tokens or more] int32 or int64.
+        slot_mapping: [tokens] int32 or int64.
         state_cache: [blocks, rows, 2 * width] fp32. Blocks may lie any distance apart.
         state_block_size: rows a block, as slots count.
-        token_to_req_indices: int32, a token's row of `block_table`. Where it is shorter
-            than `slot_mapping`, or `kv_slot_mapping` is, the rest stores no rows.
+        token_to_req_indices: int32 or int64, a token's row of `block_table`. Where it
+            is shorter than `slot_mapping`, or `kv_slot_mapping` is, the rest stores no
+            rows.
         block_table: [requests, blocks] int32, the state blocks of a request.
         cos_sin_cache: [max_position, 64] fp32, 32 cosines, then 32 sines.
         kv_cache: [blocks, rows, 584 or 132] uint8. A block holds the values of all its
             rows and behind them their scales; blocks may lie any distance apart.
-        kv_slot_mapping: int64, in rows of `kv_cache`.
+        kv_slot_mapping: int32 or int64, in rows of `kv_cache`.
         rms_norm_weight: [head_dim] bf16 or fp32; head_dim is 512, or 128 of the
             indexer.
         rms_norm_eps: added to the mean of squares.
@@ -459,22 +463,27 @@ def save_compress_store(
             f"kv_cache must be [blocks, rows, {_ROW_BYTES[head_dim]}] uint8, got "
             f"{list(kv_cache.shape)} {kv_cache.dtype}."
         )
-    if (
-        block_table.dim() != 2
-        or block_table.stride(1) != 1
-        or block_table.dtype != torch.int32
-    ):
-        raise ValueError(
-            f"block_table must be [requests, blocks] int32, got {block_table.dtype}."
-        )
+    check_norm_weight(rms_norm_weight, head_dim)
+    check_block_table(block_table)
     if cos_sin_cache.dtype != torch.float32:
         raise ValueError(f"cos_sin_cache must be fp32, got {cos_sin_cache.dtype}.")
     check_cos_sin(cos_sin_cache)
-    check_indices(
-        positions=positions,
-        slot_mapping=slot_mapping,
-        token_to_req_indices=token_to_req_indices,
-        kv_slot_mapping=kv_slot_mapping,
+    vectors = {
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "token_to_req_indices": token_to_req_indices,
+        "kv_slot_mapping": kv_slot_mapping,
+    }
+    check_indices(**vectors)
+    check_same_device(
+        state_cache.device,
+        kv_score=kv_score,
+        ape=ape,
+        block_table=block_table,
+        cos_sin_cache=cos_sin_cache,
+        kv_cache=kv_cache,
+        rms_norm_weight=rms_norm_weight,
+        **vectors,
     )
     if tokens > min(kv_score.shape[0], positions.shape[0]):
         raise ValueError(
