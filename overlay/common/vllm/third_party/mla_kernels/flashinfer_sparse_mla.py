@@ -17,7 +17,7 @@ beyond `sparse_mla`, and who sees to it:
 - query in the pools' dtype, pages without a gap between them, scales as floats:
   refused here otherwise.
 - decodes (`[batch, q_len, ...]`) and prefills (ragged, without padding) in a call each:
-the caller.
+  the caller.
 """
 
 import functools
