@@ -315,6 +315,9 @@ def test_scales_of_a_larger_model_are_refused(file):
 
 def test_files_that_are_none_are_refused(tmp_path):
     assert "missing, which dsv4_scales names, cannot be read" in refusal(asked(tmp_path / "missing"))
+    config = asked()
+    config.additional_config = {"dsv4_scales": ""}  # of a variable that is not set
+    assert "(empty), which dsv4_scales names, cannot be read" in refusal(config)
     (tmp_path / "text").write_text("kv: 1.0")
     assert "cannot be read as safetensors" in refusal(asked(tmp_path / "text"))
     save_file({}, tmp_path / "empty")

@@ -148,7 +148,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
     packed, fp8 = _packed(), full_width_fp8(vllm_config)
-    if scales_file(vllm_config) and not fp8:
+    if scales_file(vllm_config) is not None and not fp8:
         rest = (
             f"; omit it, or use --attention-backend {_FULL_CACHE.name} "
             "--kv-cache-dtype fp8."

@@ -173,7 +173,7 @@ def without_scales(
 def load_scales(vllm_config: "VllmConfig") -> Scales:
     """The scales of this model's FP8 cache; ValueError where the file or the checkpoint
     has bad ones."""
-    if path := scales_file(vllm_config):
+    if (path := scales_file(vllm_config)) is not None:  # "" is no file either
         return _from_file(str(path))
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
@@ -188,7 +188,8 @@ def _from_file(path: str) -> Scales:
             names = list(file.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path}, which {OPTION} names, cannot be read as safetensors ({error})."
+            f"{path or '(empty)'}, which {OPTION} names, cannot be read as safetensors "
+            f"({error})."
         ) from None
     source = f"{OPTION} {path}"
     if unknown := [name for name in names if not _NAME.fullmatch(name)]:
