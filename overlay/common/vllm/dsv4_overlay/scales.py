@@ -98,9 +98,8 @@ def check_scales(vllm_config: "VllmConfig") -> None:
             "one of the two."
         )
     draft = speculative and speculative.draft_model_config
-    if (
-        draft and draft.architecture == "DeepSeekV4MTPModel"
-    ):  # not so with n-grams, whose draft is the model
+    # Not so with n-grams, whose draft is the model.
+    if draft and draft.architecture == "DeepSeekV4MTPModel":
         layers += draft.hf_config.num_nextn_predict_layers
     pairs = [
         scales.of_layer(number, config.num_hidden_layers) for number in range(layers)
