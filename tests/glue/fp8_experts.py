@@ -117,11 +117,15 @@ def made(config):
 
 def loaded(config, weights):
     layer = made(config)
+    fill(layer, weights, config)
+    return layer
+
+
+def fill(layer, weights, config):
     for name, value in weights.items():
         getattr(layer, name).data.copy_(value)
     with set_current_vllm_config(config):
         layer.quant_method.process_weights_after_loading(layer)
-    return layer
 
 
 def of_layer():
@@ -153,10 +157,25 @@ def of_layer():
         found[tokens] = {"products": len(DEEP_GEMM.rows), "sevens": bool((result == 7).all()), "error": error}
     answers["calls"] = found
     answers["EP"] = with_expert_parallelism(layer, weights)
+    answers["anew"] = with_other_weights(layer)
     weights["w2_weight_scale"][1, 5, 0] = 90  # 29 binades below the others of its block
     kept = loaded(settings(LEAST), weights).quant_method.moe_kernel.impl
     off = loaded(settings(), weights).quant_method.moe_kernel.impl
     return answers | {"inexact": type(kept).__name__, "off": type(off).__name__}
+
+
+def with_other_weights(layer):
+    """Whether they are where the first are, their error, and what is said of some that are not exact."""
+    weights = bench.weights(1, "cpu")
+    first = layer.quant_method.moe_kernel.impl._w13.data_ptr()
+    fill(layer, weights, settings(LEAST))
+    same = layer.quant_method.moe_kernel.impl._w13.data_ptr() == first
+    error = with_expert_parallelism(layer, weights)
+    weights["w2_weight_scale"][1, 5, 0] = 90
+    try:
+        fill(layer, weights, settings(LEAST))
+    except ValueError as refused:
+        return same, error, str(refused)
 
 
 def with_expert_parallelism(layer, weights):

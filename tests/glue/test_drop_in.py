@@ -553,6 +553,13 @@ def test_the_decision_is_made_once(hopper, monkeypatch, log):
     assert drop_in._device == torch.device("cuda", 0)
 
 
+def test_layers_on_another_gpu_of_the_process_are_stock(hopper, monkeypatch):
+    """What serves was checked on the first, and calls on the other go to FlashMLA as they are."""
+    assert drop_in.padded_heads(8, 64) == 8
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert drop_in.padded_heads(8, 64) == 64
+
+
 @pytest.mark.parametrize("first, then", [(True, False), (False, True)])
 def test_another_setting_needs_another_process(first, then, hopper, monkeypatch):
     """The calls are the process's, so a second model of it would not have what it asks for."""

@@ -88,6 +88,15 @@ def test_experts_of_other_gpus_add_nothing(answers):
     assert answers["layer"]["EP"] < 0.1
 
 
+def test_weights_loaded_anew_are_where_cuda_graphs_read_the_first(answers):
+    same, error, refusal = answers["layer"]["anew"]
+    assert same and error < 0.1
+    assert refusal == (
+        "E4M3 cannot hold these weights of ffn.experts exactly, as it could those before them; start the server "
+        "anew with them."
+    )
+
+
 def test_products_are_warmed_up_to_the_largest_step(answers):
     """Two of each number of rows, up to 2048 * 2, the tokens of a step by experts a token, and 127 for each of 4
     experts: up to 36 tiles. From 0.23.0 on vLLM leaves out two numbers that differ in no kernel."""

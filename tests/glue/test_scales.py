@@ -53,7 +53,6 @@ def respell(path, changes):
     """A file with the scales in `path`, some replaced, and without those that are None."""
     changed = path.with_name("changed.safetensors")
     save_file({k: v for k, v in (load_file(path) | changes).items() if v is not None}, changed)
-    scales._from_file.cache_clear()
     return changed
 
 
@@ -78,6 +77,13 @@ def test_what_calibration_writes_reaches_the_layers(file, monkeypatch):
         assert not list(layer.buffers())  # which sleep mode and new weights would lose
         # Two to four times the largest value fits.
         assert 2 * kv <= 448 * layer.kv_scale < 4 * kv
+
+
+def test_a_file_that_is_measured_anew_is_read_anew(file):
+    before = scales.load_scales(asked(file)).values
+    calibrate.write(file, {layer: [4 * kv, q] for layer, (kv, q) in AMAX.items()}, MAIN, {"model": "m"})
+    after = scales.load_scales(asked(file)).values
+    assert all(after[name] == before[name] * (4 if name[-7] == "k" else 1) for name in before)
 
 
 def test_metadata_says_what_was_measured(file):
@@ -309,6 +315,9 @@ def test_scales_of_a_larger_model_are_refused(file):
 
 def test_files_that_are_none_are_refused(tmp_path):
     assert "missing, which dsv4_scales names, cannot be read" in refusal(asked(tmp_path / "missing"))
+    config = asked()
+    config.additional_config = {"dsv4_scales": ""}  # of a variable that is not set
+    assert "(empty), which dsv4_scales names, cannot be read" in refusal(config)
     (tmp_path / "text").write_text("kv: 1.0")
     assert "cannot be read as safetensors" in refusal(asked(tmp_path / "text"))
     save_file({}, tmp_path / "empty")
@@ -342,14 +351,16 @@ def test_ranks_are_merged():
 
 
 def test_observer_in_a_worker(monkeypatch):
-    """Every layer of ours is watched by its number, and each keeps its own maximum."""
+    """Every layer of ours in this engine is watched by its number, and each keeps its own maximum."""
     prefixes = {number: f"model.layers.{number}.attn" for number in (0, 5)}
-    layers = {p: SimpleNamespace(prefix=p, attn_sink=torch.ones(1)) for p in prefixes.values()}
-    monkeypatch.setattr(attention, "LAYERS", layers.values())
+    layers = {p: SimpleNamespace(prefix=p, attn_sink=torch.ones(1), full_cache=True) for p in prefixes.values()}
+    layer_of(verify(asked()), 1, monkeypatch)  # made for another engine of the process
     seen, attended = [], []
     monkeypatch.setattr(calibrate, "observe", lambda layer, q, amax: seen.append((layer, amax.copy_(q))))
     monkeypatch.setattr(attention, "forward", lambda *arguments: attended.append(arguments))
     worker = calibrate.AmaxObserver()
+    context = layers | {"indexer": SimpleNamespace()}
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     worker.dsv4_observe()
     for number, layer in enumerate(layers.values()):
         attention.forward(layer, torch.tensor([1.0 + number, 2.0]), "output")

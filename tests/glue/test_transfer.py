@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from test_config_contract import make, on_gpu, refusal, verify
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
-from vllm.dsv4_overlay import scales
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -22,7 +21,6 @@ FULL, FLASHMLA = "FLASHINFER_MLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     on_gpu(monkeypatch, DeviceCapability(9, 0))
-    scales._from_file.cache_clear()
 
 
 def sharing(connector, cache_dtype="fp8", backend=FULL, module=None, **extra):

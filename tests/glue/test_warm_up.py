@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_attention import BF16, E4M3, EPS, HEADS, MIXED, OneGroupStep, Step
-from vllm.dsv4_overlay import adapter, attention, warmup
+from vllm.dsv4_overlay import adapter, warmup
 from vllm.forward_context import override_forward_context
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
@@ -24,9 +24,9 @@ def test_warm_up_compiles_all(ratio, kind, dtype, launches, monkeypatch):
     vars(layer).update(num_heads=HEADS, head_dim=512)
     rotary = SimpleNamespace(cos_sin_cache=step.cos_sin)
     outer = SimpleNamespace(compressor=getattr(step, "compressor", None), rotary_emb=rotary, eps=EPS)
-    monkeypatch.setattr(attention, "LAYERS", [layer, layer])
     monkeypatch.setattr(adapter, "outer_layer", lambda layer, context: outer)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    compilation = SimpleNamespace(static_forward_context={"layer": layer, "indexer": None})
+    config = SimpleNamespace(compilation_config=compilation)
     monkeypatch.setattr(
         warmup, "set_forward_context",
         lambda *_: override_forward_context(SimpleNamespace(additional_kwargs={})),

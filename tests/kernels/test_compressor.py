@@ -361,6 +361,7 @@ BAD_ARGUMENTS = {
     "table dtype": ("block_table", lambda table: table.long(), "block_table must be"),
     "table stride": ("block_table", lambda table: table.t(), "block_table must be"),
     "weight width": ("rms_norm_weight", lambda weight: weight[:448], "rms_norm_weight must be"),
+    "weight stride": ("rms_norm_weight", lambda w: w.repeat(2)[::2], "rms_norm_weight must be"),
     "weight dtype": ("rms_norm_weight", lambda weight: weight.half(), "rms_norm_weight must be"),
     "position dtype": ("positions", lambda positions: positions.float(), "positions must be"),
     "request stride": ("token_to_req_indices", lambda r: r[::2], "token_to_req_indices must be"),

@@ -59,6 +59,23 @@ def test_scores(device, provider, dtype, heads, from_start, clean):
     close(indexer.indexer_scores(*given, width, clean=clean, provider=provider), want, clean)
 
 
+def test_a_grid_for_more_keys_than_its_second_dimension_has_programs(device, monkeypatch):
+    """Those of a chunk's requests together; 65535 is the most that CUDA launches."""
+    grids = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(indexer, "_scores_kernel", Launch())
+    given = {name: x.to(device) for name, x in arguments().items()}
+    given |= {"keys": given["keys"][:1].expand(65536 * 64, 16), "key_scales": None}
+    indexer.indexer_scores(**given, provider="triton")
+    ((first, *rest),) = grids
+    assert first == 2 * 65536 and max(rest, default=1) <= 65535
+
+
 def pages(gen, blocks, page, dim, padding=0):
     """The cache as vLLM has it (a block's values, then its scales), and its keys."""
     values, scales = draw(gen, blocks, page, dim, std=8.0).to(FP8), torch.rand(blocks, page, generator=gen) + 0.1
@@ -150,6 +167,14 @@ def test_topk_into_vllms_wider_buffer(device):
     out = indexer.indexer_topk(scores, starts, ends, 64, buffer[1:5, :64], provider="triton")
     assert out.data_ptr() == buffer[1].data_ptr() and (buffer[:, 64:] == 7).all() and (buffer[5] == 7).all()
     assert torch.equal(out, indexer.indexer_topk(scores, starts, ends, 64, provider="reference"))
+
+
+@PROVIDERS
+def test_no_picks_write_nothing(device, provider):
+    scores, starts, ends = (x.to(device) for x in topk_case(4, 300, 2))
+    buffer = torch.full((4, 300), 7, dtype=torch.int32, device=device)
+    indexer.indexer_topk(scores, starts, ends, 0, buffer[:, :0], provider=provider)
+    assert (buffer == 7).all()
 
 
 DRAWS = {

@@ -236,6 +236,21 @@ def test_negative_kv_slots_store_nothing(device):
     assert (case.storage == SENTINEL).all()
 
 
+def test_int32_slots_of_blocks_beyond_32_bit_offsets(device):
+    case = Case("C4", device, [4], seed=6)
+    arguments = case.arguments([(0, 0, 4)])
+    save_compress_store(**arguments)
+    block, row = divmod(int(arguments["kv_slot_mapping"][3]), case.rows)
+    # 4 * 2**30 is 0 in 32 bits. Only the pages that are written take memory.
+    far = torch.empty(5 * 2**30, dtype=torch.uint8, device=device)
+    arguments["kv_cache"] = far.as_strided((5, *case.kv_cache.shape[1:]), (2**30, case.row_bytes, 1))
+    arguments["kv_slot_mapping"] = torch.full((4,), 4 * case.rows + row, dtype=torch.int32, device=device)
+    arguments["slot_mapping"] = arguments["slot_mapping"].int()
+    save_compress_store(**arguments)
+    values = slice(row * 576, (row + 1) * 576)
+    assert torch.equal(far[4 * 2**30 :][values], case.storage[block * case.kv_stride :][values])
+
+
 def test_an_empty_batch(device):
     case = Case("C4", device, [4], seed=6)
     arguments = case.arguments([(0, 0, 4)])
@@ -255,6 +270,9 @@ BAD_ARGUMENTS = {
     "table": ("block_table", lambda table: table.long(), "block_table must be"),
     "cos_sin": ("cos_sin_cache", lambda cache: cache.bfloat16(), "cos_sin_cache must be"),
     "positions": ("positions", lambda positions: positions.float(), "positions must be"),
+    "weight dtype": ("rms_norm_weight", lambda weight: weight.half(), "rms_norm_weight must be"),
+    "weight stride": ("rms_norm_weight", lambda w: w.repeat(2)[::2], "rms_norm_weight must be"),
+    "device": ("kv_slot_mapping", lambda slots: slots.to("meta"), "kv_slot_mapping must be on"),
     "few positions": ("positions", lambda positions: positions[:3], "as many states"),
 }
 

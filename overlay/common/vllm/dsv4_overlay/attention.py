@@ -3,8 +3,7 @@
 """One DeepSeek V4 attention layer over the full-width cache: insert, compress, index
 table, attention."""
 
-import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -23,15 +22,21 @@ from vllm.third_party.mla_kernels import (
 from vllm.third_party.mla_kernels.interface import SWA_COLUMNS
 from vllm.third_party.mla_kernels.sparse_index import table_width
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = init_logger(__name__)
 
 # What the kernels were called up to 0.2.0. Nothing here imports it; users may, and only
 # what is named is applied.
 OLD_KERNELS = "vllm.third_party.dsv4_kernels"
 
-# The inner layers of this process on the full-width cache, as they were made: for
-# warm-up and calibration.
-LAYERS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+def layers(vllm_config: "VllmConfig") -> list[torch.nn.Module]:
+    """The inner layers of an engine on the full-width cache. A process may have another
+    engine too, asleep, without the memory that its layers name."""
+    context = vllm_config.compilation_config.static_forward_context
+    return [x for x in context.values() if getattr(x, "full_cache", False)]
 
 
 def init_layer(layer: torch.nn.Module) -> None:
@@ -68,7 +73,6 @@ def init_layer(layer: torch.nn.Module) -> None:
         logger.info_once(
             "sparse_mla provider: %s; %s.", *pick_provider(layer.attn_sink.device)
         )
-    LAYERS.add(layer)
 
 
 def _provider(tensor: torch.Tensor) -> str:

@@ -51,9 +51,8 @@ def _without_c128a_tables(builder: type) -> type:
         ) -> None:
             short = copy.copy(vllm_config)
             short.model_config = copy.copy(vllm_config.model_config)
-            short.model_config.max_model_len = (
-                1  # a table of the smallest width there is
-            )
+            # For tables of the smallest width there is.
+            short.model_config.max_model_len = 1
             super().__init__(kv_cache_spec, layer_names, short, device)
             self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
             if self.compress_ratio == 128:

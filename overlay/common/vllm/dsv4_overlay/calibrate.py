@@ -51,7 +51,7 @@ class AmaxObserver:
             extract_layer_index(layer.prefix): torch.zeros(
                 2, device=layer.attn_sink.device
             )
-            for layer in attention.LAYERS
+            for layer in attention.layers(self.vllm_config)
         }
         forward = attention.forward
 

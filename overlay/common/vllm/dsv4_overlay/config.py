@@ -148,7 +148,7 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
     logger.info_once(provenance())
     full_cache = backend is _FULL_CACHE or is_full_cache(cache_dtype)
     packed, fp8 = _packed(), full_width_fp8(vllm_config)
-    if scales_file(vllm_config) and not fp8:
+    if scales_file(vllm_config) is not None and not fp8:
         rest = (
             f"; omit it, or use --attention-backend {_FULL_CACHE.name} "
             "--kv-cache-dtype fp8."
@@ -181,9 +181,8 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         check_machine()
         _check_layers(vllm_config)
     if fp8:
-        from vllm.dsv4_overlay.transfer import (
-            check_connectors,
-        )  # it imports this module
+        # Not at the top: it imports this module.
+        from vllm.dsv4_overlay.transfer import check_connectors
 
         check_connectors(vllm_config)
         check_scales(vllm_config)
@@ -249,10 +248,8 @@ def _check_layers(vllm_config: "VllmConfig") -> None:
             "--prefill-context-parallel-size, and use --tensor-parallel-size or "
             "--data-parallel-size."
         )
-    for option in (
-        "calculate_kv_scales",
-        "kv_cache_dtype_skip_layers",
-    ):  # vLLM's V4 layers would read neither
+    # vLLM's V4 layers would read neither.
+    for option in ("calculate_kv_scales", "kv_cache_dtype_skip_layers"):
         if (
             getattr(cache_config, option, None)
             and ACCEPTED_DTYPES[cache_config.cache_dtype] == "fp8_per_tensor"
@@ -293,9 +290,8 @@ def _check_speculation(speculative: "SpeculativeConfig", cache_dtype: str) -> No
                 f"kv_cache_dtype of --speculative-config is {dtype}, and drafts share "
                 "the model's; omit it."
             )
-        speculative.kv_cache_dtype = (
-            resolved  # by another name vLLM would choose other layers
-        )
+        # By another name vLLM would choose other layers.
+        speculative.kv_cache_dtype = resolved
 
 
 def check_machine() -> None:

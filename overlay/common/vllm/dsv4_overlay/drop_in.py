@@ -101,7 +101,9 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
         return stock
     config = vllm_config.additional_config
     _decide(config)
-    if _device is None or not isinstance(config, dict):
+    # On another GPU of this process nothing was checked, and calls are FlashMLA's.
+    elsewhere = _device is None or _device.index != torch.cuda.current_device()
+    if elsewhere or not isinstance(config, dict):
         return stock
     for width in _WIDTHS:
         if heads <= width < stock and all(

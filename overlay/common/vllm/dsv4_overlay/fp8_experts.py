@@ -53,11 +53,23 @@ def offer(method: "Mxfp4MoEMethod") -> None:
     if least is None:
         return
     process = method.process_weights_after_loading
+    before: Converted | None = None
 
     def process_and_join(layer: "FusedMoE") -> None:
+        nonlocal before
         converted = convert(layer)  # before Marlin rearranges what was loaded
         process(layer)
+        if before is not None:  # weights loaded anew, and CUDA graphs read the first
+            if converted is None:
+                raise ValueError(
+                    f"E4M3 cannot hold these weights of {layer.layer_name} exactly, as "
+                    "it could those before them; start the server anew with them."
+                )
+            for kept, new in zip(before, converted, strict=True):
+                kept.copy_(new)
+            converted = before
         if converted is not None:
+            before = converted
             join(method, converted, least)
 
     method.process_weights_after_loading = process_and_join

@@ -81,9 +81,8 @@ def check_layer(ratio: int, dtype: torch.dtype) -> str:
         attend = outer.forward_mqa
     q, kv = seq.q.to(device)[seen], seq.kv.to(device)[seen]
     inserted = outer._fused_qnorm_rope_kv_insert(layer, q, kv, seen, metadata)
-    q = (q if inserted is None else inserted)[
-        -last:
-    ]  # 0.21.0: in place, or kept for the inner layer
+    # 0.21.0: in place, or kept for the inner layer.
+    q = (q if inserted is None else inserted)[-last:]
     if inserted is None and config.NAME_IS_OURS:
         layer.query = layer.query[-last:]
     out = torch.empty(last, heads, 512, dtype=torch.bfloat16, device=device)
@@ -101,9 +100,8 @@ def compress(layer: SimpleNamespace, seq: checks.Sequence) -> None:
     """Fill the compressed rows of `seq` by vLLM's own compressor, from partial states
     that it writes itself."""
     cls = importlib.import_module(adapter.COMPRESSOR).DeepseekCompressor
-    layer.compressor = cls.__new__(
-        cls
-    )  # its constructor makes projections, which need a distributed group
+    # Its constructor makes projections, which need a distributed group.
+    layer.compressor = cls.__new__(cls)
     torch.nn.Module.__init__(layer.compressor)
     width, device = seq.states.shape[-1], seq.state_cache.device
     vars(layer.compressor).update(

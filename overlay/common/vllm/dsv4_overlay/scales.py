@@ -98,9 +98,8 @@ def check_scales(vllm_config: "VllmConfig") -> None:
             "one of the two."
         )
     draft = speculative and speculative.draft_model_config
-    if (
-        draft and draft.architecture == "DeepSeekV4MTPModel"
-    ):  # not so with n-grams, whose draft is the model
+    # Not so with n-grams, whose draft is the model.
+    if draft and draft.architecture == "DeepSeekV4MTPModel":
         layers += draft.hf_config.num_nextn_predict_layers
     pairs = [
         scales.of_layer(number, config.num_hidden_layers) for number in range(layers)
@@ -173,7 +172,7 @@ def without_scales(
 def load_scales(vllm_config: "VllmConfig") -> Scales:
     """The scales of this model's FP8 cache; ValueError where the file or the checkpoint
     has bad ones."""
-    if path := scales_file(vllm_config):
+    if (path := scales_file(vllm_config)) is not None:  # "" is no file either
         return _from_file(str(path))
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
@@ -181,14 +180,15 @@ def load_scales(vllm_config: "VllmConfig") -> Scales:
     return _from_checkpoint(model.model, model.revision, load.download_dir)
 
 
-@functools.cache
 def _from_file(path: str) -> Scales:
+    # Not cached: it may be measured anew between two models of one process.
     try:
         with safe_open(path, "pt") as file:
             names = list(file.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path}, which {OPTION} names, cannot be read as safetensors ({error})."
+            f"{path or '(empty)'}, which {OPTION} names, cannot be read as safetensors "
+            f"({error})."
         ) from None
     source = f"{OPTION} {path}"
     if unknown := [name for name in names if not _NAME.fullmatch(name)]:

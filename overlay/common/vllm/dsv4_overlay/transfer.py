@@ -59,9 +59,8 @@ def _connectors(vllm_config: "VllmConfig") -> Iterator[tuple[str, dict[str, Any]
     """Name and extra configuration of each connector; a name of another module is no
     name of vLLM's."""
     cache_config, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
-    if (
-        getattr(cache_config, "kv_offloading_size", None) is not None
-    ):  # replaces what transfer names, later
+    # It replaces what transfer names, later.
+    if getattr(cache_config, "kv_offloading_size", None) is not None:
         if cache_config.kv_offloading_backend != "native":
             yield f"--kv-offloading-backend {cache_config.kv_offloading_backend}", {}
         return

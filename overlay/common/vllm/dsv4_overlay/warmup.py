@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 def warm_up(worker: "Worker") -> None:
     """Run one layer of each kind on batches that hold padding only; nothing where no
     layer is the overlay's."""
-    layers = {layer.compress_ratio: layer for layer in attention.LAYERS}
+    layers = {x.compress_ratio: x for x in attention.layers(worker.vllm_config)}
     if not layers:
         return
     from vllm.dsv4_overlay import adapter  # not at the top: every model is warmed up
@@ -45,9 +45,8 @@ def _warm_up_layer(layer: torch.nn.Module, outer: torch.nn.Module, tokens: int) 
     nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=device)
     window = SimpleNamespace(
         slot_mapping=nowhere,
-        block_size=layer.swa_cache_layer.kv_cache.shape[
-            1
-        ],  # more than its own where vLLM has one group of layers
+        # More than its own where vLLM has one group of layers.
+        block_size=layer.swa_cache_layer.kv_cache.shape[1],
         token_to_req_indices=ints(tokens),
         is_valid_token=torch.zeros(tokens, dtype=torch.bool, device=device),
         query_start_loc=ints(2),

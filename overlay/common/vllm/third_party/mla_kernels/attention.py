@@ -16,14 +16,14 @@ VALUE_DIM = 512
 class KeyPool:
     """A cache, and which of its rows each token attends to.
 
-    cache    [blocks, block_size, width] as `format` says; rows in any distance for BF16
-    and E4M3, else in one
-             piece a block; blocks in any distance
-    format   what the rows mean indices  [tokens, columns] int32, flat rows (block *
-    block_size + row); one outside the cache is a missing row lengths  [tokens, or a
-    divisor of it] int32, each for as many tokens that follow each other: the leftmost
-             `length - base` columns count, None for all of them
-    base     columns that `lengths` counts and that are not among these
+    cache: [blocks, block_size, width] as `format` says; rows any distance apart for
+        BF16 and E4M3, else a block in one piece; blocks any distance apart.
+    format: what the rows mean.
+    indices: [tokens, columns] int32, flat rows (block * block_size + row); one outside
+        the cache is a missing row.
+    lengths: [tokens, or a divisor of it] int32, each for as many tokens that follow
+        each other: the leftmost `length - base` columns count, None for all of them.
+    base: columns that `lengths` counts and that are not among these.
     """
 
     cache: torch.Tensor
@@ -53,11 +53,14 @@ class SparseAttention:
     Without a key, out is 0, max_logits -inf and lse +inf, as in FlashMLA. A sink of
     +inf makes out 0.
 
-    query       [tokens, heads, 512 or 576] BF16, or E4M3 over E4M3 rows pools       one
-    or two, of one format out         [tokens, heads, 512] BF16 scale, out_scale
-    floats, or one-element float32 tensors sinks       [heads] float32, or None visible
-    [tokens] int32, or None: a token with <= 0 has no key whatever the lengths say
-    max_logits, lse  [tokens, heads] float32, contiguous, or None
+    query: [tokens, heads, 512 or 576] BF16, or E4M3 over E4M3 rows.
+    pools: one or two, of one format.
+    out: [tokens, heads, 512] BF16.
+    scale, out_scale: floats, or one-element float32 tensors.
+    sinks: [heads] float32, or None.
+    visible: [tokens] int32, or None: a token with <= 0 has no key whatever the lengths
+        say.
+    max_logits, lse: [tokens, heads] float32, contiguous, or None.
     """
 
     query: torch.Tensor

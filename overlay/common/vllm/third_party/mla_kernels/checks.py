@@ -70,9 +70,8 @@ def compressed_rows(
     out = []
     for start in range(0, len(states) - ratio + 1, ratio):
         window = states[start : start + ratio].double()
-        if (
-            ratio == 4
-        ):  # the four tokens before give the first 512 channels, these the second
+        if ratio == 4:
+            # The four tokens before give the first 512 channels, these the second.
             before = states[max(0, start - 4) : start].double()
             window = torch.cat((before[..., :512], window[..., 512:]))
         out.append((window[:, 0] * window[:, 1].softmax(0)).sum(0))

@@ -16,8 +16,10 @@ import triton.language as tl
 from .insert import (
     HEAD_DIM,
     as_cache_blocks,
+    check_block_table,
     check_cos_sin,
     check_indices,
+    check_norm_weight,
     check_same_device,
     check_scale,
     rotate_tail,
@@ -215,23 +217,8 @@ def compress_norm_rope_store(
         )
     if state_cache.dtype != torch.float32:
         raise ValueError(f"state_cache must be fp32, got {state_cache.dtype}.")
-    if (
-        block_table.dim() != 2
-        or block_table.stride(1) != 1
-        or block_table.dtype != torch.int32
-    ):
-        raise ValueError(
-            f"block_table must be [requests, blocks] int32, got {block_table.dtype}."
-        )
-    if rms_norm_weight.shape != (head_dim,) or rms_norm_weight.dtype not in (
-        torch.bfloat16,
-        torch.float32,
-    ):
-        raise ValueError(
-            "rms_norm_weight must be [512] bf16 or fp32, got "
-            f"{list(rms_norm_weight.shape)} "
-            f"{rms_norm_weight.dtype}."
-        )
+    check_block_table(block_table)
+    check_norm_weight(rms_norm_weight, head_dim)
     vectors = {
         "token_to_req_indices": token_to_req_indices,
         "positions": positions,

@@ -17,7 +17,7 @@ beyond `sparse_mla`, and who sees to it:
 - query in the pools' dtype, pages without a gap between them, scales as floats:
   refused here otherwise.
 - decodes (`[batch, q_len, ...]`) and prefills (ragged, without padding) in a call each:
-the caller.
+  the caller.
 """
 
 import functools
@@ -155,9 +155,8 @@ class _FlashInfer:
             )
         if served > heads or not out.is_contiguous():
             out = out.new_empty(tokens, served, HEAD_DIM)
-        if (
-            call.cum_seq_lens_q is None
-        ):  # padding has a length of 0 here, which FlashInfer does not take
+        if call.cum_seq_lens_q is None:
+            # Padding has a length of 0 here, which FlashInfer does not take.
             seq_lens = seq_lens.clamp(min=call.q_len)
         run = self.launch if known and self.version < _UNKNOWN else self.check
         shape = (

@@ -227,7 +227,7 @@ def indexer_topk(
         from .indexer_reference import topk_reference
 
         topk_reference(scores, starts, ends, k, out)
-    elif rows:
+    elif out.numel():
         with torch.cuda.device_of(scores):
             _topk_kernel[(rows,)](
                 scores,
@@ -311,7 +311,8 @@ def _launch_scores(
     tokens, heads, dim = q.shape
     columns = out.shape[1]
     with torch.cuda.device_of(q):
-        _scores_kernel[(tokens, triton.cdiv(columns, _SCORE_KEYS))](
+        # One dimension: of the others a grid has at most 65535, which keys can exceed.
+        _scores_kernel[(tokens * triton.cdiv(columns, _SCORE_KEYS),)](
             _bytes(q),
             keys,
             scales,
@@ -320,6 +321,7 @@ def _launch_scores(
             ends,
             table,
             out,
+            tokens,
             columns,
             limit,
             0 if table is None else table.shape[1],
@@ -342,7 +344,14 @@ def _launch_scores(
 # Sequences grow from step to step; none of this may select a new kernel while requests
 # wait.
 @triton.jit(
-    do_not_specialize=["columns", "limit", "table_blocks", "table_stride", "q_len"]
+    do_not_specialize=[
+        "tokens",
+        "columns",
+        "limit",
+        "table_blocks",
+        "table_stride",
+        "q_len",
+    ]
 )
 def _scores_kernel(
     q_ptr,
@@ -353,6 +362,7 @@ def _scores_kernel(
     ends_ptr,
     table_ptr,
     out_ptr,
+    tokens,
     columns,
     limit,
     table_blocks,
@@ -370,8 +380,9 @@ def _scores_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One token and `BLOCK_N` columns. With a table, `keys_ptr` is the paged cache."""
-    token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK_N
+    program = tl.program_id(0)
+    token = (program % tokens).to(tl.int64)  # neighbours share the keys
+    first = program // tokens * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
     out_ptr += token * columns + column
     start = 0

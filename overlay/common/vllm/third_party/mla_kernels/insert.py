@@ -15,14 +15,13 @@ Shapes, with N tokens, H in 1..128 heads and S <= N slots:
 
 - `q` [N, H, 512] bf16; the last dimension is contiguous, the others may be strided.
 - `kv` [M >= S, 512] bf16; rows may be strided.
-- `k_cache` `cache_block_size` rows of 512 elements in each block, as [B,
-cache_block_size, 512],
-  [B, cache_block_size * 512], or with one singleton head dimension. Blocks may lie any
-  distance apart. BF16, or E4M3 as float8_e4m3fn or as uint8.
+- `k_cache` `cache_block_size` rows of 512 elements in each block, as
+  [B, cache_block_size, 512], [B, cache_block_size * 512], or with one singleton head
+  dimension. Blocks may lie any distance apart. BF16, or E4M3 as float8_e4m3fn or as
+  uint8.
 - `slot_mapping` [S] int32 or int64, in units of cache rows: block * cache_block_size +
-row. A slot
-  outside the cache, be it negative or too large, writes nothing. Tokens from S on are
-  padding: their Q is processed, their KV is not.
+  row. A slot outside the cache, be it negative or too large, writes nothing. Tokens
+  from S on are padding: their Q is processed, their KV is not.
 - `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`.
 - `cos_sin_cache` [max_position, 64] fp32 or bf16: 32 cosines, then 32 sines.
 - `fp8_scale` float, rounded to fp32: what a stored E4M3 value is multiplied with to
@@ -35,19 +34,17 @@ of the operations. All are fp32 operations rounded to nearest even, with subnorm
 none are contracted into an FMA.
 
 1. Q only. With s_i = x_i * x_i, the sum of squares is a tree. u_j = s_j + s_(j+256) for
-j < 256.
-   Each run of eight u is summed as ((u0+u4) + (u2+u6)) + ((u1+u5) + (u3+u7)). The 32
-   sums r are halved five times: r_l = r_l + r_(l+16) for l < 16, then 8, 4, 2 and 1.
-   (One warp does it with two 16-byte loads a lane, and butterfly shuffles.) Then y_i =
-   x_i * (1 / sqrt(sum * 2^-9 + eps)), where eps is rounded to fp32, and the square root
-   and the division are the IEEE ones.
+   j < 256. Each run of eight u is summed as ((u0+u4) + (u2+u6)) + ((u1+u5) + (u3+u7)).
+   The 32 sums r are halved five times: r_l = r_l + r_(l+16) for l < 16, then 8, 4, 2
+   and 1. (One warp does it with two 16-byte loads a lane, and butterfly shuffles.) Then
+   y_i = x_i * (1 / sqrt(sum * 2^-9 + eps)), where eps is rounded to fp32, and the
+   square root and the division are the IEEE ones.
 2. Q and KV. For pair p < 32 with a = y_(448+2p), b = y_(449+2p) and c, s from
-`cos_sin_cache`:
-   a' = a * c - b * s, b' = b * c + a * s. The first 448 values stay as they are.
+   `cos_sin_cache`: a' = a * c - b * s, b' = b * c + a * s. The first 448 values stay as
+   they are.
 3. BF16 result: one rounding. E4M3 result: Q is multiplied by `q_fp8_scale_inv`, KV is
-divided by
-   `fp8_scale` (an IEEE division); values beyond +-448 become +-448, NaN stays NaN (of
-   either sign), and one rounding follows.
+   divided by `fp8_scale` (an IEEE division); values beyond +-448 become +-448, NaN
+   stays NaN (of either sign), and one rounding follows.
 """
 
 import functools
@@ -98,7 +95,7 @@ def to_e4m3(x):
 
 
 @triton.jit
-def _add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
+def add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
     # A sum of two operands: no layout that the compiler may choose can change the
     # order.
     return tl.sum(tl.reshape(x, (RUNS, 2, HALF)), axis=1)
@@ -111,9 +108,9 @@ def _sum_of_squares(low, high, ROWS: tl.constexpr):
     runs: tl.constexpr = HALF_DIM // 8
     total = low * low + high * high
     for level in tl.static_range(3):
-        total = _add_halves(total, ROWS * runs, 4 >> level)
+        total = add_halves(total, ROWS * runs, 4 >> level)
     for level in tl.static_range(5):
-        total = _add_halves(total, ROWS, (runs // 2) >> level)
+        total = add_halves(total, ROWS, (runs // 2) >> level)
     return total
 
 
@@ -265,6 +262,34 @@ def check_cos_sin(cos_sin_cache: torch.Tensor) -> None:
     if cos_sin_cache.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"cos_sin_cache must be fp32 or bf16, got {cos_sin_cache.dtype}."
+        )
+
+
+def check_block_table(block_table: torch.Tensor) -> None:
+    """Raise ValueError unless `block_table` is [requests, blocks] int32 with contiguous
+    rows."""
+    if (
+        block_table.dim() != 2
+        or block_table.stride(1) != 1
+        or block_table.dtype != torch.int32
+    ):
+        raise ValueError(
+            "block_table must be [requests, blocks] int32 with contiguous rows, got "
+            f"{list(block_table.shape)} {block_table.dtype}, strides "
+            f"{block_table.stride()}."
+        )
+
+
+def check_norm_weight(weight: torch.Tensor, head_dim: int) -> None:
+    """Raise ValueError unless `weight` is [head_dim] bf16 or fp32, contiguous."""
+    if (
+        weight.shape != (head_dim,)
+        or weight.dtype not in (torch.bfloat16, torch.float32)
+        or not weight.is_contiguous()
+    ):
+        raise ValueError(
+            f"rms_norm_weight must be [{head_dim}] bf16 or fp32, contiguous, got "
+            f"{list(weight.shape)} {weight.dtype}, stride {weight.stride()}."
         )
 
 

@@ -30,18 +30,22 @@ class SparseMLACall:
     """A validated call in the one form that providers see: flat tokens, `[pages, page,
     512]` pools.
 
-    query            [tokens, heads, 512] BF16 or E4M3 swa_pool         [pages, page,
-    512] BF16 or E4M3, rows contiguous, any page and row stride compressed_pool  the
-    same, its page size may differ indices          [tokens, columns] int32, flat rows:
-    SWA in columns 0-127, compressed from 128 on topk_lens        [tokens] int32: 128 +
-    how many columns from 128 on are keys seq_lens         [batch] int32, cum_seq_lens_q
-    [batch + 1] int32 or None, and q_len, query tokens of every
-                     request, or the most of any where cum_seq_lens_q is there: as
-                     `sparse_mla` takes them
-    out              [tokens, heads, 512] BF16 bmm1_scale       float, or a one-element
-    float32 tensor: multiplies q k before the softmax bmm2_scale       the same,
-    multiplies the output sinks            [heads] float32, or None signature
-    hashable; equal for two calls whose arguments differ in values and addresses only
+    query: [tokens, heads, 512] BF16 or E4M3.
+    swa_pool: [pages, page, 512] BF16 or E4M3, rows contiguous, any page and row stride.
+    compressed_pool: the same; its page size may differ.
+    indices: [tokens, columns] int32, flat rows: SWA in columns 0-127, compressed from
+        128 on.
+    topk_lens: [tokens] int32, 128 + how many columns from 128 on are keys.
+    seq_lens: [batch] int32, as `sparse_mla` takes them.
+    cum_seq_lens_q: [batch + 1] int32, or None, the same.
+    q_len: query tokens of every request, or with `cum_seq_lens_q` the most of any.
+    out: [tokens, heads, 512] BF16.
+    bmm1_scale: float, or a one-element float32 tensor; multiplies q k before the
+        softmax.
+    bmm2_scale: the same; multiplies the output.
+    sinks: [heads] float32, or None.
+    signature: hashable; equal for two calls whose arguments differ in values and
+        addresses only.
     """
 
     query: torch.Tensor
@@ -159,9 +163,10 @@ def sparse_mla(
             included. Query token i of q_len sees `min(seq_len - q_len + i + 1, 128)`
             SWA columns; a request with `seq_len <= 0` is padding and its output is
             zero.
-        out: BF16, `query`'s shape; allocated when None. bmm1_scale, bmm2_scale: softmax
-            scale times q and kv scales; kv scale. A float, or a one-element float32
-            tensor on the GPU.
+        out: BF16, `query`'s shape; allocated when None.
+        bmm1_scale: softmax scale times q and kv scales. A float, or a one-element
+            float32 tensor on the GPU.
+        bmm2_scale: kv scale, the same.
         sinks: float32 `[heads]`.
         kv_layout: "HND" or "NHD".
         cum_seq_lens_q: int32 `[batch + 1]`, first query token of each request, for

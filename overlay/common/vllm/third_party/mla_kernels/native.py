@@ -46,9 +46,8 @@ def load(device: torch.device | None = None) -> bool:
 def load_for(capability: tuple[int, int] | None) -> bool:
     """`load` for GPUs of this compute capability, of which a process may see
     several."""
-    registered = (
-        _registered()
-    )  # for GPUs of another kind, or by this package under its other name
+    # For GPUs of another kind, or by this package under its other name.
+    registered = _registered()
     if not LIBRARY.exists():
         if not registered:
             logger.info("There are no native kernels (%s); Triton serves.", LIBRARY)

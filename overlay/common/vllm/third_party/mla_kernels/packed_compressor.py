@@ -14,9 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .insert import ROPE_DIM, check_cos_sin, check_indices
+from .insert import (
+    E4M3_MAX,
+    ROPE_DIM,
+    add_halves,
+    check_block_table,
+    check_cos_sin,
+    check_indices,
+    check_norm_weight,
+    check_same_device,
+)
 
-_E4M3_MAX = tl.constexpr(448.0)
 _LOWEST = tl.constexpr(-2e38)
 _RATIOS_OF_HEAD = {512: (4, 128), 128: (4,)}
 # Bytes of a packed row: 448 E4M3, 64 BF16 and 8 scales; 128 E4M3 and one FP32 scale.
@@ -32,24 +40,21 @@ _OPTIONS = {
 
 
 @triton.jit
-def _state_row(
-    back,
-    token,
-    request,
-    position,
-    batch,
-    batch_stride,
-    token_to_req_indices,
-    positions,
-    state_cache,
-    state_block_stride,
-    state_row_stride,
-    table,
-    table_stride,
-    STATE_BLOCK_SIZE: tl.constexpr,
-):
-    """Where the state of `back` tokens before `token` is, whether that is in the batch,
-    and whether there is such a token."""
+def _state_row(back, at, states, STATE_BLOCK_SIZE: tl.constexpr):
+    """Where the state of `back` tokens before the one `at` is, whether that is in the
+    batch, and whether there is such a token."""
+    token, request, position = at
+    (
+        batch,
+        batch_stride,
+        token_to_req_indices,
+        positions,
+        state_cache,
+        state_block_stride,
+        state_row_stride,
+        block_table,
+        block_table_stride,
+    ) = states
     source = token - back
     source_position = position - back
     exists = source_position >= 0
@@ -58,8 +63,8 @@ def _state_row(
         tl.load(token_to_req_indices + source, mask=reachable, other=-1) == request
     ) & (tl.load(positions + source, mask=reachable, other=-1) == source_position)
     block = tl.load(
-        table
-        + request.to(tl.int64) * table_stride
+        block_table
+        + request.to(tl.int64) * block_table_stride
         + source_position // STATE_BLOCK_SIZE,
         mask=exists,
         other=0,
@@ -78,17 +83,11 @@ def _exp(x):
 
 
 @triton.jit
-def _add_halves(x, RUNS: tl.constexpr, HALF: tl.constexpr):
-    # Of two operands, so that no layout decides the order of a sum.
-    return tl.sum(tl.reshape(x, (RUNS, 2, HALF)), axis=1)
-
-
-@triton.jit
-def _add_sixteen(x, WIDTH: tl.constexpr):
-    """The rows of `x`, as a tree: those 8 apart first, neighbours last."""
+def _add_sixteen(x):
+    """The rows of `x` [16, 512], as a tree: those 8 apart first, neighbours last."""
     for level in tl.static_range(4):
-        x = tl.sum(tl.reshape(x, (2, 8 >> level, WIDTH)), axis=0)
-    return tl.reshape(x, (WIDTH,))
+        x = tl.sum(tl.reshape(x, (2, 8 >> level, 512)), axis=0)
+    return tl.reshape(x, (512,))
 
 
 @triton.jit
@@ -101,6 +100,110 @@ def _split_four(x):
 
 
 @triton.jit
+def _indexer_window(at, states, ape, STATE_BLOCK_SIZE: tl.constexpr):
+    """Compress 8 states of the indexer, in the order of the Triton kernel: [128]."""
+    width: tl.constexpr = 256
+    channel = tl.arange(0, 128)
+    number = tl.arange(0, 8)
+    state, fresh, exists = _state_row(7 - number, at, states, STATE_BLOCK_SIZE)
+    column = (number >= 4).to(tl.int32)[:, None] * 128 + channel[None, :]
+    score = tl.load(
+        state[:, None] + column + width, mask=exists[:, None], other=float("-inf")
+    )
+    bias = tl.load(
+        ape + (number % 4)[:, None] * width + column, mask=fresh[:, None], other=0.0
+    )
+    value = tl.load(state[:, None] + column, mask=exists[:, None], other=0.0)
+    score += bias
+    weight = tl.exp(score - tl.max(score, axis=0)[None, :])
+    weight = weight / tl.sum(weight, axis=0)[None, :]
+    return tl.sum(value * weight, axis=0)
+
+
+@triton.jit
+def _short_window(at, states, ape, STATE_BLOCK_SIZE: tl.constexpr):
+    """Compress 8 states of attention, in the order of the CuTe DSL kernel: [512]."""
+    width: tl.constexpr = 1024
+    channel = tl.arange(0, 512)
+    # All addresses, then all rows, then the first use: two latencies and not 16.
+    found = ()
+    for number in tl.static_range(8):
+        found = found + (_state_row(7 - number, at, states, STATE_BLOCK_SIZE),)
+    rows = ()
+    for number in tl.static_range(8):
+        state, fresh, exists = found[number]
+        column = number // 4 * 512 + channel
+        rows = rows + (
+            (
+                tl.load(state + width + column, mask=exists, other=float("-inf")),
+                tl.load(ape + number % 4 * width + column, mask=fresh, other=0.0),
+                tl.load(state + column, mask=exists, other=0.0),
+            ),
+        )
+    # An online softmax a channel. The maximum starts finite: rows that do not exist
+    # then have weights of 0, and not of exp(inf - inf).
+    top = tl.full((512,), _LOWEST, tl.float32)
+    denominator = tl.zeros((512,), tl.float32)
+    weighted = tl.zeros((512,), tl.float32)
+    for number in tl.static_range(8):
+        score, bias, value = rows[number]
+        score += bias
+        new_top = tl.maximum(top, score)
+        rescale = _exp(top - new_top)
+        weight = _exp(score - new_top)
+        denominator = tl.fma(denominator, rescale, weight)
+        weighted = tl.fma(weighted, rescale, value * weight)
+        top = new_top
+    return tl.div_rn(weighted, denominator)
+
+
+@triton.jit
+def _long_window(at, states, ape, STATE_BLOCK_SIZE: tl.constexpr):
+    """Compress 128 states of attention, in the order of the CuTe DSL kernel: [512].
+
+    That has 16 warps of 8 rows, of which half a warp takes the even and half the odd
+    ones, and adds up the warps as a tree: those 8 apart first, neighbours last. Here a
+    row of a tensor stands for a warp.
+    """
+    channel = tl.arange(0, 512)
+    tops = ()
+    sums = ()
+    for half in tl.static_range(2):
+        rows = ()
+        half_top = tl.full((16, 512), _LOWEST, tl.float32)
+        for number in tl.static_range(4):
+            row = tl.arange(0, 16) * 8 + 2 * number + half
+            state, fresh, exists = _state_row(127 - row, at, states, STATE_BLOCK_SIZE)
+            source = state[:, None] + channel[None, :]
+            score = tl.load(source + 512, mask=exists[:, None], other=float("-inf"))
+            score += tl.load(
+                ape + row[:, None] * 512 + channel[None, :],
+                mask=fresh[:, None],
+                other=0.0,
+            )
+            half_top = tl.maximum(half_top, score)
+            value = tl.load(source, mask=exists[:, None], other=0.0)
+            rows = rows + ((score, value),)
+        total = tl.zeros((16, 512), tl.float32)
+        product = tl.zeros((16, 512), tl.float32)
+        for number in tl.static_range(4):
+            score, value = rows[number]
+            weight = _exp(score - half_top)
+            total += weight
+            product = tl.fma(value, weight, product)
+        tops = tops + (half_top,)
+        sums = sums + ((total, product),)
+    warp_top = tl.maximum(tops[0], tops[1])
+    even_scale = _exp(tops[0] - warp_top)
+    odd_scale = _exp(tops[1] - warp_top)
+    scale = _exp(warp_top - tl.max(warp_top, axis=0)[None, :])
+    total = tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale) * scale
+    product = tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale) * scale
+    denominator = _add_sixteen(total)
+    return tl.div_rn(_add_sixteen(product), denominator)
+
+
+@triton.jit
 def _store_attention_row(x, weight, eps, cos, sin, row, scales):
     """Norm, RoPE and rounding of 512 channels, in the order of the CuTe DSL kernel."""
     channel = tl.arange(0, 512)
@@ -108,7 +211,7 @@ def _store_attention_row(x, weight, eps, cos, sin, row, scales):
     # There a warp has 64 channels, adds them by a butterfly, and one thread adds warps.
     squares = tl.fma(even, even, odd * odd)
     for level in tl.static_range(5):
-        squares = _add_halves(squares, 8, 16 >> level)
+        squares = add_halves(squares, 8, 16 >> level)
     even, odd = tl.split(tl.reshape(squares, (4, 2)))
     sum0, sum2, sum4, sum6 = _split_four(even)
     sum1, sum3, sum5, sum7 = _split_four(odd)
@@ -128,7 +231,7 @@ def _store_attention_row(x, weight, eps, cos, sin, row, scales):
     # Up to a power of two; as its exponent is stored.
     exponent = ((raw.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) & 0xFF
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.clamp(rounded * inverse[:, None], -_E4M3_MAX, _E4M3_MAX)
+    scaled = tl.clamp(rounded * inverse[:, None], -E4M3_MAX, E4M3_MAX)
     stored = tl.reshape(scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), (512,))
     tl.store(row + channel, stored, mask=channel < 448)
     group = tl.arange(0, 8)
@@ -148,13 +251,13 @@ def _store_indexer_row(x, weight, eps, cos, sin, row, scales):
     rounded = turned.to(tl.bfloat16).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(rounded), axis=0), 1e-4)
     exponent = tl.ceil(tl.log2(largest * (1.0 / 448)))
-    scaled = tl.clamp(rounded * tl.exp2(-exponent), -_E4M3_MAX, _E4M3_MAX)
+    scaled = tl.clamp(rounded * tl.exp2(-exponent), -E4M3_MAX, E4M3_MAX)
     tl.store(row + channel, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
     tl.store(scales.to(tl.pointer_type(tl.float32)), tl.exp2(exponent))
 
 
 # These follow from the batch and from --max-model-len: no variant for some values.
-@triton.jit(do_not_specialize=["block_table_stride", "num_requests", "num_kv_slots"])
+@triton.jit(do_not_specialize=["block_table_stride", "num_req_indices", "num_kv_slots"])
 def _save_compress_kernel(
     batch,
     batch_stride,
@@ -165,7 +268,7 @@ def _save_compress_kernel(
     state_row_stride,
     slot_mapping,
     token_to_req_indices,
-    num_requests,
+    num_req_indices,
     block_table,
     block_table_stride,
     cos_sin_cache,
@@ -186,10 +289,13 @@ def _save_compress_kernel(
     overlap: tl.constexpr = RATIO == 4
     width: tl.constexpr = HEAD_DIM * (1 + overlap)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token)
-    request = tl.load(token_to_req_indices + token, mask=token < num_requests, other=-1)
+    request = tl.load(
+        token_to_req_indices + token, mask=token < num_req_indices, other=-1
+    )
     kv_slot = tl.load(kv_slot_mapping + token, mask=token < num_kv_slots, other=-1)
+    kv_slot = kv_slot.to(tl.int64)
     if slot < 0:
         return
 
@@ -217,141 +323,24 @@ def _save_compress_kernel(
     cos_sin = cos_sin_cache + position // RATIO * RATIO * cos_sin_stride + pair
     cos = tl.load(cos_sin, mask=pair >= 0, other=1.0)
     sin = tl.load(cos_sin + ROPE_DIM // 2, mask=pair >= 0, other=0.0)
+    at = token, request, position
+    states = (
+        batch,
+        batch_stride,
+        token_to_req_indices,
+        positions,
+        state_cache,
+        state_block_stride,
+        state_row_stride,
+        block_table,
+        block_table_stride,
+    )
     if HEAD_DIM == 128:
-        number = tl.arange(0, 8)
-        state, fresh, exists = _state_row(
-            7 - number,
-            token,
-            request,
-            position,
-            batch,
-            batch_stride,
-            token_to_req_indices,
-            positions,
-            state_cache,
-            state_block_stride,
-            state_row_stride,
-            block_table,
-            block_table_stride,
-            STATE_BLOCK_SIZE,
-        )
-        column = (number >= 4).to(tl.int32)[:, None] * HEAD_DIM + channel[None, :]
-        score = tl.load(
-            state[:, None] + column + width, mask=exists[:, None], other=float("-inf")
-        )
-        bias = tl.load(
-            ape + (number % 4)[:, None] * width + column, mask=fresh[:, None], other=0.0
-        )
-        value = tl.load(state[:, None] + column, mask=exists[:, None], other=0.0)
-        score += bias
-        weight = tl.exp(score - tl.max(score, axis=0)[None, :])
-        weight = weight / tl.sum(weight, axis=0)[None, :]
-        x = tl.sum(value * weight, axis=0)
+        x = _indexer_window(at, states, ape, STATE_BLOCK_SIZE)
     elif RATIO == 4:
-        # All addresses, then all rows, then the first use: two latencies and not 16.
-        states = ()
-        for number in tl.static_range(8):
-            states = states + (
-                _state_row(
-                    7 - number,
-                    token,
-                    request,
-                    position,
-                    batch,
-                    batch_stride,
-                    token_to_req_indices,
-                    positions,
-                    state_cache,
-                    state_block_stride,
-                    state_row_stride,
-                    block_table,
-                    block_table_stride,
-                    STATE_BLOCK_SIZE,
-                ),
-            )
-        rows = ()
-        for number in tl.static_range(8):
-            state, fresh, exists = states[number]
-            column = number // 4 * HEAD_DIM + channel
-            rows = rows + (
-                (
-                    tl.load(state + width + column, mask=exists, other=float("-inf")),
-                    tl.load(ape + number % 4 * width + column, mask=fresh, other=0.0),
-                    tl.load(state + column, mask=exists, other=0.0),
-                ),
-            )
-        # An online softmax a channel. The maximum starts finite: rows that do not exist
-        # then have weights of 0, and not of exp(inf - inf).
-        top = tl.full((HEAD_DIM,), _LOWEST, tl.float32)
-        denominator = tl.zeros((HEAD_DIM,), tl.float32)
-        weighted = tl.zeros((HEAD_DIM,), tl.float32)
-        for number in tl.static_range(8):
-            score, bias, value = rows[number]
-            score += bias
-            new_top = tl.maximum(top, score)
-            rescale = _exp(top - new_top)
-            weight = _exp(score - new_top)
-            denominator = tl.fma(denominator, rescale, weight)
-            weighted = tl.fma(weighted, rescale, value * weight)
-            top = new_top
-        x = tl.div_rn(weighted, denominator)
+        x = _short_window(at, states, ape, STATE_BLOCK_SIZE)
     else:
-        # The CuTe DSL kernel has 16 warps of 8 rows, of which half a warp takes the
-        # even and half the odd ones, and adds up the warps as a tree: those 8 apart
-        # first, neighbours last. Here a row of a tensor stands for a warp.
-        tops = ()
-        sums = ()
-        for half in tl.static_range(2):
-            rows = ()
-            half_top = tl.full((16, HEAD_DIM), _LOWEST, tl.float32)
-            for number in tl.static_range(4):
-                row = tl.arange(0, 16) * 8 + 2 * number + half
-                state, fresh, exists = _state_row(
-                    127 - row,
-                    token,
-                    request,
-                    position,
-                    batch,
-                    batch_stride,
-                    token_to_req_indices,
-                    positions,
-                    state_cache,
-                    state_block_stride,
-                    state_row_stride,
-                    block_table,
-                    block_table_stride,
-                    STATE_BLOCK_SIZE,
-                )
-                source = state[:, None] + channel[None, :]
-                score = tl.load(
-                    source + width, mask=exists[:, None], other=float("-inf")
-                )
-                score += tl.load(
-                    ape + row[:, None] * width + channel[None, :],
-                    mask=fresh[:, None],
-                    other=0.0,
-                )
-                half_top = tl.maximum(half_top, score)
-                value = tl.load(source, mask=exists[:, None], other=0.0)
-                rows = rows + ((score, value),)
-            total = tl.zeros((16, HEAD_DIM), tl.float32)
-            product = tl.zeros((16, HEAD_DIM), tl.float32)
-            for number in tl.static_range(4):
-                score, value = rows[number]
-                weight = _exp(score - half_top)
-                total += weight
-                product = tl.fma(value, weight, product)
-            tops = tops + (half_top,)
-            sums = sums + ((total, product),)
-        warp_top = tl.maximum(tops[0], tops[1])
-        even_scale = _exp(tops[0] - warp_top)
-        odd_scale = _exp(tops[1] - warp_top)
-        scale = _exp(warp_top - tl.max(warp_top, axis=0)[None, :])
-        total = tl.fma(sums[0][0], even_scale, sums[1][0] * odd_scale) * scale
-        product = tl.fma(sums[0][1], even_scale, sums[1][1] * odd_scale) * scale
-        denominator = _add_sixteen(total, HEAD_DIM)
-        weighted = _add_sixteen(product, HEAD_DIM)
-        x = tl.div_rn(weighted, denominator)
+        x = _long_window(at, states, ape, STATE_BLOCK_SIZE)
 
     block = kv_cache + kv_slot // KV_BLOCK_SIZE * kv_block_stride
     offset = kv_slot % KV_BLOCK_SIZE
@@ -407,17 +396,18 @@ def save_compress_store(
         kv_score: [tokens, 2 * width] fp32, values, then scores; width 2 * head_dim for
             ratio 4 and head_dim for ratio 128. Rows may be strided.
         ape: [compress_ratio, width] fp32, contiguous, added to the scores.
-        positions: [tokens or more] int64.
-        slot_mapping: [tokens] int64.
+        positions: [tokens or more] int32 or int64.
+        slot_mapping: [tokens] int32 or int64.
         state_cache: [blocks, rows, 2 * width] fp32. Blocks may lie any distance apart.
         state_block_size: rows a block, as slots count.
-        token_to_req_indices: int32, a token's row of `block_table`. Where it is shorter
-            than `slot_mapping`, or `kv_slot_mapping` is, the rest stores no rows.
+        token_to_req_indices: int32 or int64, a token's row of `block_table`. Where it
+            is shorter than `slot_mapping`, or `kv_slot_mapping` is, the rest stores no
+            rows.
         block_table: [requests, blocks] int32, the state blocks of a request.
         cos_sin_cache: [max_position, 64] fp32, 32 cosines, then 32 sines.
         kv_cache: [blocks, rows, 584 or 132] uint8. A block holds the values of all its
             rows and behind them their scales; blocks may lie any distance apart.
-        kv_slot_mapping: int64, in rows of `kv_cache`.
+        kv_slot_mapping: int32 or int64, in rows of `kv_cache`.
         rms_norm_weight: [head_dim] bf16 or fp32; head_dim is 512, or 128 of the
             indexer.
         rms_norm_eps: added to the mean of squares.
@@ -459,22 +449,27 @@ def save_compress_store(
             f"kv_cache must be [blocks, rows, {_ROW_BYTES[head_dim]}] uint8, got "
             f"{list(kv_cache.shape)} {kv_cache.dtype}."
         )
-    if (
-        block_table.dim() != 2
-        or block_table.stride(1) != 1
-        or block_table.dtype != torch.int32
-    ):
-        raise ValueError(
-            f"block_table must be [requests, blocks] int32, got {block_table.dtype}."
-        )
+    check_norm_weight(rms_norm_weight, head_dim)
+    check_block_table(block_table)
     if cos_sin_cache.dtype != torch.float32:
         raise ValueError(f"cos_sin_cache must be fp32, got {cos_sin_cache.dtype}.")
     check_cos_sin(cos_sin_cache)
-    check_indices(
-        positions=positions,
-        slot_mapping=slot_mapping,
-        token_to_req_indices=token_to_req_indices,
-        kv_slot_mapping=kv_slot_mapping,
+    vectors = {
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "token_to_req_indices": token_to_req_indices,
+        "kv_slot_mapping": kv_slot_mapping,
+    }
+    check_indices(**vectors)
+    check_same_device(
+        state_cache.device,
+        kv_score=kv_score,
+        ape=ape,
+        block_table=block_table,
+        cos_sin_cache=cos_sin_cache,
+        kv_cache=kv_cache,
+        rms_norm_weight=rms_norm_weight,
+        **vectors,
     )
     if tokens > min(kv_score.shape[0], positions.shape[0]):
         raise ValueError(

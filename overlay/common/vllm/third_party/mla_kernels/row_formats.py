@@ -40,9 +40,8 @@ class RowFormat:
 
 def _whole(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     page = cache.shape[1]
-    return cache.view(torch.uint8)[
-        rows // page, rows % page
-    ]  # torch does not pick rows of E4M3
+    # As bytes: torch does not pick rows of E4M3.
+    return cache.view(torch.uint8)[rows // page, rows % page]
 
 
 def _full_width(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -47,9 +47,8 @@ _FORMATS = {
     ("bf16", 576): 4,
 }
 _library = torch.library.Library("mla_kernels", "FRAGMENT")
-if not hasattr(
-    torch.ops.mla_kernels, "sparse_mla_sm90"
-):  # the package may be imported under two names
+# The package may be imported under two names.
+if not hasattr(torch.ops.mla_kernels, "sparse_mla_sm90"):
     for schema in _SCHEMAS:
         _library.define(schema)
 

@@ -20,11 +20,11 @@ class SparseIndexTable:
     """What `sparse_mla` takes for queries of one token each (`[tokens, 1, heads,
     512]`).
 
-    indices  [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of
-    the compressed pool; -1
-             behind the keys of a token, 0 throughout for padding
-    lens     [tokens] int32, 128 + compressed keys: `sparse_topk_lens` visible  [tokens]
-    int32, cached tokens up to and including this one, 0 for padding: `seq_lens`
+    indices: [tokens, width] int32, flat rows of the SWA pool (columns 0-127), then of
+        the compressed pool; -1 behind the keys of a token, 0 throughout for padding.
+    lens: [tokens] int32, 128 + compressed keys: `sparse_topk_lens`.
+    visible: [tokens] int32, cached tokens up to and including this one, 0 for padding:
+        `seq_lens`.
     """
 
     indices: torch.Tensor
@@ -63,8 +63,8 @@ def build_sparse_index_table(
     Args:
         token_to_request: int32 `[tokens]`, the request of each token.
         is_valid_token: bool `[tokens]`, False for CUDA-graph padding.
-        query_start_loc: int32 `[requests + 1]`; seq_lens: int32 `[requests]`, query
-            tokens included.
+        query_start_loc: int32 `[requests + 1]`.
+        seq_lens: int32 `[requests]`, query tokens included.
         swa_block_table: int32 `[requests, blocks]`; a block holds `swa_block_size`
             rows.
         num_tokens: tokens to build for, from `first_token` on; the inputs have them

@@ -250,15 +250,12 @@ def _attend_kernel(
         )
 
     if FORMAT == "v32":
-        quarter = tl.arange(0, 128)
-        q = (
-            tl.load(q_ptr + quarter, mask=head_mask, other=0.0),
-            tl.load(q_ptr + 128 + quarter, mask=head_mask, other=0.0),
-            tl.load(q_ptr + 256 + quarter, mask=head_mask, other=0.0),
-            tl.load(q_ptr + 384 + quarter, mask=head_mask, other=0.0),
-        )
-        zeros = tl.zeros((BLOCK_H, 128), tl.float32)
-        acc = (zeros, zeros, zeros, zeros)
+        q = ()
+        acc = ()
+        for i in tl.static_range(4):
+            dim = i * 128 + tl.arange(0, 128)
+            q = q + (tl.load(q_ptr + dim, mask=head_mask, other=0.0),)
+            acc = acc + (tl.zeros((BLOCK_H, 128), tl.float32),)
     else:
         dim = tl.arange(0, _D)
         if FORMAT == "v4":
@@ -399,19 +396,14 @@ def _attend_pool(
 
         if FORMAT == "v32":
             row_ptr = block_ptr + row * 656
-            rows = (
-                _load_e4m3(row_ptr, 0, 128, active, HARDWARE_E4M3).to(tl.bfloat16),
-                _load_e4m3(row_ptr, 128, 128, active, HARDWARE_E4M3).to(tl.bfloat16),
-                _load_e4m3(row_ptr, 256, 128, active, HARDWARE_E4M3).to(tl.bfloat16),
-                _load_e4m3(row_ptr, 384, 128, active, HARDWARE_E4M3).to(tl.bfloat16),
-            )
+            rows = ()
+            for i in tl.static_range(4):
+                values = _load_e4m3(row_ptr, i * 128, 128, active, HARDWARE_E4M3)
+                rows = rows + (values.to(tl.bfloat16),)
             scale_ptr = (row_ptr + 512).to(tl.pointer_type(tl.float32))
-            scales = (
-                tl.load(scale_ptr, mask=active, other=0.0),
-                tl.load(scale_ptr + 1, mask=active, other=0.0),
-                tl.load(scale_ptr + 2, mask=active, other=0.0),
-                tl.load(scale_ptr + 3, mask=active, other=0.0),
-            )
+            scales = ()
+            for i in tl.static_range(4):
+                scales = scales + (tl.load(scale_ptr + i, mask=active, other=0.0),)
             rope = _load_bf16(row_ptr + 528, active)
             scores = tl.dot(q_rope, tl.trans(rope))
             for i in tl.static_range(4):
@@ -448,20 +440,12 @@ def _attend_pool(
         total = total * correction + tl.sum(weights, 1)
         largest = new_largest
         if FORMAT == "v32":
-            acc = (
-                _add_values(
-                    acc[0] * correction[:, None], weights * scales[0][None, :], rows[0]
-                ),
-                _add_values(
-                    acc[1] * correction[:, None], weights * scales[1][None, :], rows[1]
-                ),
-                _add_values(
-                    acc[2] * correction[:, None], weights * scales[2][None, :], rows[2]
-                ),
-                _add_values(
-                    acc[3] * correction[:, None], weights * scales[3][None, :], rows[3]
-                ),
-            )
+            sums = ()
+            for i in tl.static_range(4):
+                before = acc[i] * correction[:, None]
+                scaled = weights * scales[i][None, :]
+                sums = sums + (_add_values(before, scaled, rows[i]),)
+            acc = sums
         elif FORMAT == "v4":
             acc = (
                 _add_values(acc[0] * correction[:, None], weights, rows),
