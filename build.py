@@ -1,0 +1,1 @@
+import re,subprocess,sys
