@@ -1,1 +1,0 @@
-import re,subprocess,sys
