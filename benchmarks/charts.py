@@ -47,6 +47,7 @@ LOADS = [
     ("16 at once, 8192 in, 6144 out (no FP8)", "long_8k", "16"),
     ("16 at once, 1024 in, 8192 out (no FP8)", "long_1k", "16"),
 ]
+# FlashMLA's and ours: what follows serve_share_ in the files' names.
 LOAD_FILES = {
     "burst": ("burst_stock", "burst_fp8_16k"),
     "steady": ("steady_stock", "steady_fp8"),

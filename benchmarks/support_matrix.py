@@ -150,8 +150,8 @@ def tables(root: Path) -> dict[str, str]:
         for gpu in gpus if not on_request else ():
             short_head.append(f"{name}, {GPUS[gpu]}")
             for release in releases:
-                every_result = chain.from_iterable(evident.get((release, name, gpu), {}).values())
-                passed, ran = map(sum, zip((0, 0), *(counts[1:3] for counts in every_result), strict=True))
+                results = list(chain.from_iterable(evident.get((release, name, gpu), {}).values()))
+                passed, ran = (sum(counts[place] for counts in results) for place in (1, 2))
                 result = f"{passed} of {ran} checks passed" if ran else "not run"
                 has = release in mine and gpu in served[mine[release].folder]
                 short[release].append(result if has else "–")

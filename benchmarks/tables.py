@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from charts import ROWS, kernel_results, step_kinds
+from charts import LOAD_FILES, ROWS, kernel_results, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,9 +48,6 @@ SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills
 CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
-# FlashMLA's and ours: what follows serve_share_ in the files' names.
-STEADY = [("steady_stock", "steady_fp8")]
-LONG = [(f"long_stock_{prompts}", f"long_small_{prompts}") for prompts in ("1k", "8k")]
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
@@ -328,11 +325,11 @@ def serving_experts() -> str:
     return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
 
 
-def lengths(files: Iterable[tuple[str, str]], name: str) -> str:
-    """By lengths of prompts and answers; `name` is what ours are called."""
+def lengths(loads: Iterable[str], name: str) -> str:
+    """By lengths of prompts and answers, of some of LOAD_FILES; `name` is what ours are called."""
     rows = []
-    for pair in files:
-        runs = (load(f"serve_share_{of}_h200")["runs"].values() for of in pair)
+    for of_load in loads:
+        runs = (load(f"serve_share_{of}_h200")["runs"].values() for of in LOAD_FILES[of_load])
         stock, ours = (run["concurrency"] for (run,) in runs)
         for case, first in stock.items():
             for title, run in (("FlashMLA", first), (name, ours[case])):
@@ -353,11 +350,11 @@ def lengths(files: Iterable[tuple[str, str]], name: str) -> str:
 
 
 def serving_steady() -> str:
-    return lengths(STEADY, "drop-in, `small-kernels`, `fp8-experts`")
+    return lengths(["steady"], "drop-in, `small-kernels`, `fp8-experts`")
 
 
 def serving_long() -> str:
-    return lengths(LONG, "drop-in, `small-kernels`")
+    return lengths(["long_1k", "long_8k"], "drop-in, `small-kernels`")
 
 
 def small_costs() -> str:

@@ -99,6 +99,24 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 constexpr int kBlockBytes = 64 * 128;
 constexpr int kTileBytes = kDim / 64 * kBlockBytes;
 
+// Steps of 16 dimensions: q of the first half stays in registers, q of the second half goes into shared memory.
+constexpr int kRegisterSteps = 16, kSteps = 32;
+
+// s = q k^T of all dimensions, 64 heads and the 64 keys of a tile. `second_q` is where q of the first half would begin.
+template <bool HALF>
+__device__ __forceinline__ void score_products(float (&s)[32], const uint32_t (&q)[kRegisterSteps][4],
+                                               uint64_t second_q, uint64_t k) {
+  score_product<HALF, false>(s, q[0], k);
+#pragma unroll
+  for (int step = 1; step < kSteps; ++step) {
+    const int at_step = (step / 4 * kBlockBytes + step % 4 * 32) >> 4;
+    if (step < kRegisterSteps)
+      score_product<HALF, true>(s, q[step], k + at_step);
+    else
+      score_product<HALF>(s, second_q + at_step, k + at_step);
+  }
+}
+
 // A row's E4M3 values, by one instruction; its bytes are counted by the barrier.
 template <int BYTES, bool EVICT_FIRST>
 __device__ __forceinline__ void copy_row(uint32_t to, const uint8_t* from, uint32_t barrier) {

@@ -20,6 +20,8 @@ using m64::kEnd;
 using m64::kHeads;
 using m64::kKeys;
 using m64::kQ;
+using m64::kRegisterSteps;
+using m64::kSteps;
 using m64::kTileBytes;
 using m64::map_heads;
 using m64::output_product;
@@ -27,6 +29,7 @@ using m64::power_of_q;
 using m64::quad_max;
 using m64::quad_sum;
 using m64::score_product;
+using m64::score_products;
 
 template <RowFormat FORMAT>
 struct Layout : RowLayout<FORMAT> {

@@ -13,9 +13,7 @@ struct Scores : Storage<FORMAT> {
   using Base::tail_empty, Base::ready, Base::used, Base::maximum_ready, Base::turns;
   using L = Layout<FORMAT>;
   static constexpr bool kPacked = L::kPacked;
-  // K-steps of 16 dimensions: q of the first half and of the tail stays in registers, q of the second half goes into
-  // shared memory.
-  static constexpr int kRegisterSteps = 16, kSteps = 32, kTailSteps = L::kHasTail ? 4 : 0;
+  static constexpr int kTailSteps = L::kHasTail ? 4 : 0;  // their q stays in registers too
 
   // The 16 bytes of a k-step that this lane addresses in ldmatrix and stmatrix, in a block of 64 dimensions or keys.
   __device__ __forceinline__ int matrix_chunk(int step) const { return step % 4 * 2 + (lane >> 4); }
@@ -96,15 +94,7 @@ struct Scores : Storage<FORMAT> {
                                                const uint32_t (&tail)[kTailSteps + 1][4], uint64_t second_q, uint64_t k,
                                                int slot) const {
     products_begin();
-    score_product<kPacked, false>(s, q[0], k);
-#pragma unroll
-    for (int step = 1; step < kSteps; ++step) {
-      const int at_step = (step / 4 * kBlockBytes + step % 4 * 32) >> 4;
-      if (step < kRegisterSteps)
-        score_product<kPacked, true>(s, q[step], k + at_step);
-      else
-        score_product<kPacked>(s, second_q + at_step, k + at_step);
-    }
+    score_products<kPacked>(s, q, second_q, k);
     if constexpr (L::kHasTail) {
       const uint64_t tail_k = descriptor(base + L::block_at(slot, kDim / 64));
 #pragma unroll

@@ -12,9 +12,6 @@ struct Scores : Storage<FP8> {
   using Base::p, Base::smem, Base::base, Base::warp, Base::lane, Base::floats, Base::full, Base::q_full, Base::q_read;
   using Base::ready, Base::used, Base::turns;
   using L = Layout<FP8>;
-  // Steps of 16 dimensions: q of the first half stays in registers, q of the second half goes into shared memory.
-  static constexpr int kRegisterSteps = 16, kSteps = 32;
-
   // The 16 bytes of a k-step that this lane addresses in ldmatrix and stmatrix, in a block of 64 dimensions or keys.
   __device__ __forceinline__ int matrix_chunk(int step) const { return step % 4 * 2 + (lane >> 4); }
 
@@ -85,22 +82,6 @@ struct Scores : Storage<FP8> {
     sync_threads(3, 128);
   }
 
-  // Issues the products of a tile's scores, S = Q K^T.
-  __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[kRegisterSteps][4],
-                                               uint64_t second_q, uint64_t k) const {
-    products_begin();
-    score_product<FP8, false>(s, q[0], k);
-#pragma unroll
-    for (int step = 1; step < kSteps; ++step) {
-      const int at_step = (step / 4 * kBlockBytes + step % 4 * 32) >> 4;
-      if (step < kRegisterSteps)
-        score_product<FP8, true>(s, q[step], k + at_step);
-      else
-        score_product<FP8>(s, second_q + at_step, k + at_step);
-    }
-    products_commit();
-  }
-
   // What this warpgroup does.
   __device__ __forceinline__ void score_items() const {
     const int g = lane / 4, t = lane % 4, row = warp % 4 * 16 + g;
@@ -138,7 +119,9 @@ struct Scores : Storage<FP8> {
             sink[h] = p.sinks && head < p.heads ? p.sinks[head] : -INFINITY;
           }
         }
-        issue_scores(s, q, second_q, k);
+        products_begin();
+        score_products<FP8>(s, q, second_q, k);
+        products_commit();
         const uint2 row_mask = *reinterpret_cast<const uint2*>(smem + L::kRowMasks + entry % 4 * 8);
         products_wait<0>();
         strict_wait(3);

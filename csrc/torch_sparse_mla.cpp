@@ -28,6 +28,21 @@ bool is_aligned(const Tensor& x, int64_t bytes) {
          reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
 }
 
+// Of a SparseMla or a SparseMlaRows.
+template <typename Call>
+void set_q_and_out(Call& call, const Tensor& q, const Tensor& out) {
+  call.q = q.data_ptr();
+  call.q_token_stride = q.stride(0);
+  call.q_head_stride = q.stride(1);
+  call.out = out.data_ptr();
+  call.out_token_stride = out.stride(0);
+  call.out_head_stride = out.stride(1);
+  call.tokens = static_cast<int32_t>(q.size(0));
+  call.heads = static_cast<int32_t>(q.size(1));
+}
+
+float* floats(const std::optional<Tensor>& x) { return x ? static_cast<float*>(x->data_ptr()) : nullptr; }
+
 // `[pages, page, 512]`
 Pool pool(const char* name, const Tensor& x, bool fp8) {
   require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
@@ -78,28 +93,18 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
   require(call.rows_are_fp8 || !call.q_is_fp8, "a float8_e4m3fn q needs float8_e4m3fn pools.");
   require(is_aligned(q, call.q_is_fp8 ? 1 : 2) && is_aligned(out, 2),
           "q and out must have heads that start at multiples of 16 bytes.");
-  call.q = q.data_ptr();
-  call.q_token_stride = q.stride(0);
-  call.q_head_stride = q.stride(1);
-  call.out = out.data_ptr();
-  call.out_token_stride = out.stride(0);
-  call.out_head_stride = out.stride(1);
+  set_q_and_out(call, q, out);
   call.swa = pool("the SWA pool", swa, call.rows_are_fp8);
   call.compressed = pool("the compressed pool", compressed, call.rows_are_fp8);
   call.indices = static_cast<const int32_t*>(indices.data_ptr());
   call.indices_stride = indices.stride(0);
   call.topk_lens = static_cast<const int32_t*>(topk_lens.data_ptr());
   call.visible = static_cast<const int32_t*>(visible.data_ptr());
-  const auto floats = [](const std::optional<Tensor>& x) {
-    return x ? static_cast<const float*>(x->data_ptr()) : nullptr;
-  };
   call.sinks = floats(sinks);
   call.bmm1_tensor = floats(bmm1_tensor);
   call.bmm2_tensor = floats(bmm2_tensor);
   call.bmm1 = static_cast<float>(bmm1);
   call.bmm2 = static_cast<float>(bmm2);
-  call.tokens = static_cast<int32_t>(tokens);
-  call.heads = static_cast<int32_t>(heads);
   call.width = static_cast<int32_t>(indices.size(1));
 
   on_current_stream(q, [&](cudaStream_t stream) { return launch_sparse_mla_sm90(call, stream); });
@@ -194,21 +199,13 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
     require_device("extra_indices", *extra_indices, q);
     call.sources[1] = key_source(*extra_cache, *extra_indices, extra_lengths, call.format, tokens);
   }
-  const auto floats = [](const std::optional<Tensor>& x) { return x ? static_cast<float*>(x->data_ptr()) : nullptr; };
-  call.q = q.data_ptr();
-  call.q_token_stride = q.stride(0);
-  call.q_head_stride = q.stride(1);
-  call.out = out.data_ptr();
-  call.out_token_stride = out.stride(0);
-  call.out_head_stride = out.stride(1);
+  set_q_and_out(call, q, out);
   call.tokens_per_length = static_cast<int32_t>(tokens == 0 ? 1 : tokens / requests);
   call.sinks = floats(sinks);
   call.bmm1 = static_cast<float>(scale);
   call.bmm2 = 1.f;
   call.lse = floats(lse);
   call.max_logits = floats(max_logits);
-  call.tokens = static_cast<int32_t>(tokens);
-  call.heads = static_cast<int32_t>(heads);
 
   Tensor workspace;  // freed before the kernels have run, for whatever comes after them on the stream
   on_current_stream(q, [&](cudaStream_t stream) {
