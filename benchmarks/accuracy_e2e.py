@@ -32,6 +32,7 @@ Runs of DeepSeek V3.2 and GLM-5 (make_mini_checkpoint.py --model v3.2), all eage
                               the rows of 656 bytes (`fp8_ds_mla`)
     flashmla_bf16, flashmla_fp8    FLASHMLA_SPARSE on both caches
     sparse_bf16, sparse_fp8        MLA_KERNELS_SPARSE on both caches
+    drop_in_bf16, drop_in_fp8      FLASHMLA_SPARSE with the drop-in
     truth_sm80, sm80_bf16, sm80_fp8    the same three, with the GPU standing in for one of compute capability 8.0:
                               vLLM chooses as it does there, the backend too; so for sm89 (not in the default list)
 Each of these counts the calls that our kernels and the reference served, and fails if its name says otherwise.
@@ -74,6 +75,7 @@ from e2e import (
     SPARSE_MLA,
     SPARSE_MLA_BASE,
     SPARSE_MLA_CACHES,
+    SPARSE_MLA_ENVIRONMENT,
     STOCK_KERNELS,
     child_environment,
     compare_full,
@@ -145,7 +147,7 @@ def sparse_mla_run(name: str, served_by: str) -> dict[str, Any]:
     return {
         "backend": SPARSE_MLA[name]["attention_backend"],
         "kv": SPARSE_MLA[name]["kv_cache_dtype"],
-        "env": STOCK_KERNELS,
+        "env": SPARSE_MLA_ENVIRONMENT[name],
         "worker": reference if served_by == "reference" else counting,
         "served_by": served_by,
     }
@@ -188,7 +190,7 @@ PAIRS = [
 ]
 SPARSE_MLA_PAIRS = [
     *(("truth", name) for name in SPARSE_MLA_DEFAULT_RUNS if name != "truth"),
-    *(("truth_fp8", name) for name in ("flashmla_fp8", "sparse_fp8")),
+    *(("truth_fp8", name) for name in ("flashmla_fp8", "sparse_fp8", "drop_in_fp8")),
     *(("truth", f"truth_{sm}") for sm in CAPABILITIES),
     *STAND_IN_BASE,
 ]

@@ -28,15 +28,22 @@ import numpy as np
 
 # Whether our kernels stand in for FlashMLA's over the stock cache, where they serve; by default they do.
 STOCK_KERNELS, DROP_IN = {"VLLM_DSV4_DROP_IN": "0"}, {"VLLM_DSV4_DROP_IN": "1"}
-# Of DeepSeek V3.2 and GLM-5, over either of their caches: FlashMLA as stock vLLM has it, and our backend. They run
-# with STOCK_KERNELS: what our kernels serve is then MLA_KERNELS_SPARSE's.
+# Of DeepSeek V3.2 and GLM-5, over either of their caches: FlashMLA as stock vLLM has it, our backend, and the
+# drop-in. Only the last runs with DROP_IN: what our kernels serve in the second is then MLA_KERNELS_SPARSE's.
 SPARSE_MLA_CACHES = {"bf16": "auto", "fp8": "fp8_ds_mla"}
 SPARSE_MLA = {
     f"{name}_{cache}": {"attention_backend": backend, "kv_cache_dtype": dtype}
     for cache, dtype in SPARSE_MLA_CACHES.items()
-    for name, backend in {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}.items()
+    for name, backend in {
+        "flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE", "drop_in": "FLASHMLA_SPARSE"
+    }.items()
+}  # fmt: skip
+SPARSE_MLA_BASE = {
+    f"{name}_{cache}": f"flashmla_{cache}" for name in ("sparse", "drop_in") for cache in SPARSE_MLA_CACHES
 }
-SPARSE_MLA_BASE = {"sparse_bf16": "flashmla_bf16", "sparse_fp8": "flashmla_fp8"}
+SPARSE_MLA_ENVIRONMENT = {
+    name: DROP_IN if name.startswith("drop_in") else STOCK_KERNELS for name in SPARSE_MLA
+}
 # What vLLM chooses by itself on GPUs of these compute capabilities, with the series sparse-mla; see `stand_in`.
 CAPABILITIES = {"sm80": (8, 0), "sm89": (8, 9)}
 STAND_INS = {

@@ -48,8 +48,9 @@ the same log-probability. Noise, as mean KL and as that margin:
 --backend flashmla is FlashMLA as stock vLLM has it. --backend stock is the same options with the drop-in, measured
 against flashmla: the plain run is flashmla's, every step runs with flashmla first, unless OUT has that, and what
 flashmla differed there counts as noise too, instead of the bounds for other arithmetic. Each worker counts the
-calls that our kernels served: some with stock, none with flashmla. In the same way sparse_bf16 and sparse_fp8 are
-measured against flashmla_bf16 and flashmla_fp8, FLASHMLA_SPARSE over the same cache; all four without the drop-in.
+calls that our kernels served: some with stock, none with flashmla. In the same way drop_in_bf16, drop_in_fp8 and,
+without the drop-in, sparse_bf16 and sparse_fp8 are measured against flashmla_bf16 and flashmla_fp8, which are
+FLASHMLA_SPARSE over the same cache.
 
 The reference also runs every prompt with another beginning and the same last 8 tokens: that control must be at
 least 0.1 away, or the comparison could not see a broken cache.

@@ -19,7 +19,8 @@ START, END = "<!-- written by scripts/support-matrix.sh -->\n", "<!-- end of the
 GPUS = {"hopper": "Hopper (H100, H200)", "blackwell": "Blackwell (B200, B300)"}
 # The series that a backend of features_e2e.py runs; none for FlashMLA alone.
 BACKENDS = {"stock": "drop-in", "bf16": "full-width", "fp8": "full-width",
-            "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla"}  # fmt: skip
+            "sparse_bf16": "sparse-mla", "sparse_fp8": "sparse-mla",
+            "drop_in_bf16": "drop-in", "drop_in_fp8": "drop-in"}  # fmt: skip
 RUNS = {"drop_in": "drop-in", "sparse_": "sparse-mla", "truth_sm": "sparse-mla"}  # of accuracy, by a word of a bar
 # The series that a run of throughput.py measures.
 THROUGHPUT = BACKENDS | {"drop_in": "drop-in", "fp8_experts": "fp8-experts"}

@@ -15,10 +15,11 @@ file. Runs:
     fp8, bf16   FLASHINFER_MLA_SPARSE_DSV4 on fp8_per_tensor / bfloat16
     fp8_experts    drop_in, with experts in FP8 in steps of 2048 tokens and more; only if --runs names it
 
-Those of DeepSeek V3.2 and GLM-5, with the drop-in off:
+Those of DeepSeek V3.2 and GLM-5, with the drop-in off unless named:
 
     flashmla_bf16, flashmla_fp8    FLASHMLA_SPARSE on a BF16 cache / the rows of 656 bytes
     sparse_bf16, sparse_fp8        MLA_KERNELS_SPARSE on the same
+    drop_in_bf16, drop_in_fp8      FLASHMLA_SPARSE on the same, with the drop-in
     fa3_bf16                       FLASH_ATTN_MLA_SPARSE, which vLLM 0.33.0 has; only if --runs names it
 
 Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
@@ -74,6 +75,7 @@ from e2e import (
     DROP_IN,
     SPARSE_MLA,
     SPARSE_MLA_BASE,
+    SPARSE_MLA_ENVIRONMENT,
     STOCK_KERNELS,
     child_environment,
     compiled_when_used,
@@ -112,7 +114,7 @@ FA3 = {"fa3_bf16": {"attention_backend": "FLASH_ATTN_MLA_SPARSE", "kv_cache_dtyp
 SPARSE_RUNS = SPARSE_MLA | FA3
 BASE = SPARSE_MLA_BASE | {"fa3_bf16": "flashmla_bf16"}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
-               **dict.fromkeys(SPARSE_RUNS, STOCK_KERNELS)}  # fmt: skip
+               **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 LEAST_CONTEXT = 2304

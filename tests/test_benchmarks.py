@@ -172,6 +172,7 @@ def distance(kl, logprobs):
     [
         ("stock", "flashmla", "1", {"model_type": "deepseek_v4"}),
         ("sparse_fp8", "flashmla_fp8", "0", {"model_type": "deepseek_v32"}),
+        ("drop_in_bf16", "flashmla_bf16", "1", {"model_type": "deepseek_v32"}),
     ],
 )
 def test_a_backend_is_measured_against_flashmla(tmp_path, monkeypatch, backend, base, drop_in, model):
@@ -337,7 +338,7 @@ def test_ranks_of_a_data_parallel_rank_do_not_share_a_gpu(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "backend, model, words",
     [
-        ("bf16", "deepseek_v32", "no --backend bf16; it has flashmla_bf16, sparse_bf16, flashmla_fp8, sparse_fp8"),
+        ("bf16", "deepseek_v32", "no --backend bf16; it has flashmla_bf16, sparse_bf16, drop_in_bf16, "),
         ("sparse_fp8", "deepseek_v4", "no --backend sparse_fp8; it has bf16, fp8, flashmla, stock"),
     ],
 )
@@ -475,15 +476,18 @@ def test_runs_and_bars_of_sparse_mla(tmp_path, capsys):
     checkpoint(tmp_path, model_type="glm_moe_dsa")
     asked = ["--model", str(tmp_path), "--out", "x.json"]
     args = accuracy_e2e.parse_args(asked)
-    assert args.runs == ["truth", "flashmla_bf16", "flashmla_fp8", "sparse_bf16", "sparse_fp8", "truth_fp8"]
-    assert {spec["env"]["VLLM_DSV4_DROP_IN"] for spec in args.specs.values()} == {"0"}
+    drop_in = ["drop_in_bf16", "drop_in_fp8"]
+    assert args.runs == [
+        "truth", "flashmla_bf16", "flashmla_fp8", "sparse_bf16", "sparse_fp8", *drop_in, "truth_fp8"
+    ]  # fmt: skip
+    assert [run for run, spec in args.specs.items() if spec["env"]["VLLM_DSV4_DROP_IN"] == "1"] == drop_in
     with pytest.raises(SystemExit):
         accuracy_e2e.parse_args([*asked, "--runs", "drop_in"])
     assert "unknown runs ['drop_in']" in capsys.readouterr().err
     kl = {"truth|flashmla_bf16": 1e-4, "truth|sparse_bf16": 1.04e-4, "truth|flashmla_fp8": 1e-3,
           "truth|sparse_fp8": 1.06e-3}  # fmt: skip
     found = accuracy_e2e.bars({pair: {"decode": {"kl_mean": value}} for pair, value in kl.items()}, True)
-    assert [bar["passed"] for bar in found] == [True, False, None, None]
+    assert [bar["passed"] for bar in found] == [True, False, *[None] * 6]
     assert found[1]["bar"] == "decode: KL(truth|sparse_fp8) <= 1.05 KL(truth|flashmla_fp8)"
     kl |= {"truth_sm89|sm89_fp8": 1.06e-3}  # a GPU that stands in has FlashMLA's own bars
     found = accuracy_e2e.bars({pair: {"decode": {"kl_mean": value}} for pair, value in kl.items()}, True)
@@ -597,8 +601,9 @@ def test_throughput_of_v32(tmp_path, capsys):
     """A share of V3.2's real sizes, by each backend; ratios are to FlashMLA over the same cache."""
     asked = ["--model", "v3.2", "--out", str(tmp_path / "x.json"), "--work", str(tmp_path)]
     args = throughput.parse_args([*asked, "--share-of", "16", "--layers", "8"])
-    assert args.runs == ["flashmla_bf16", "sparse_bf16", "flashmla_fp8", "sparse_fp8"]
-    assert {throughput.ENVIRONMENT[name]["VLLM_DSV4_DROP_IN"] for name in args.runs} == {"0"}
+    assert args.runs == list(e2e.SPARSE_MLA)
+    with_drop_in = [name for name in args.runs if throughput.ENVIRONMENT[name]["VLLM_DSV4_DROP_IN"] == "1"]
+    assert with_drop_in == ["drop_in_bf16", "drop_in_fp8"]
     config = args.made
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "moe_intermediate_size", "vocab_size")
     assert [config[name] for name in sizes] == [8, 7168, 8, 128, 8080]

@@ -16,6 +16,7 @@ from e2e import (
     DROP_IN,
     SPARSE_MLA,
     SPARSE_MLA_BASE,
+    SPARSE_MLA_ENVIRONMENT,
     STAND_INS,
     STOCK_KERNELS,
     compiled_when_used,
@@ -44,7 +45,12 @@ BACKENDS = {
 }
 OF_SPARSE_MLA = [*SPARSE_MLA, *STAND_INS]  # for DeepSeek V3.2 and GLM-5
 # Without the drop-in FlashMLA is what it is in stock vLLM.
-ENVIRONMENT = {"flashmla": STOCK_KERNELS, "stock": DROP_IN, **dict.fromkeys(OF_SPARSE_MLA, STOCK_KERNELS)}
+ENVIRONMENT = {
+    "flashmla": STOCK_KERNELS,
+    "stock": DROP_IN,
+    **SPARSE_MLA_ENVIRONMENT,
+    **dict.fromkeys(STAND_INS, STOCK_KERNELS),
+}
 # What a backend is measured against, if not its own plain run.
 BASE = {"stock": "flashmla", **SPARSE_MLA_BASE}
 # Over the rows of FlashMLA: it, and what is measured against it.
