@@ -10,6 +10,7 @@ FlashMLA is the stock backend by stock kernels, DropIn the same backend and cach
     benchmarks/serve.sh --model NAME --base-url http://HOST:8000 ...      a server that is running
     benchmarks/serve.sh --load burst,steady --shapes 1k/8k,8k/1k,8k/8k --goodput ttft:2000 tpot:50 --repeat 3 ...
     benchmarks/serve.sh --run 'Humming=FlashMLA --moe-backend humming' ...      one more run, with further options
+    benchmarks/serve.sh --dummy /tmp/v4-dspark --dspark ...      with DSpark, as V4-Flash-0731; vLLM 0.25.0 on
 
 The public protocol: prompts of 8192 random tokens, 8192 tokens out, as many prompts as run at once
 (16, 32, 64, 256), prefix cache off, full and piecewise CUDA graphs. That is a burst: all begin together, and
@@ -32,7 +33,9 @@ an interrupted command can be given once more; --output-len and --concurrency ma
 says so. --profile adds, with the first concurrency, the share of attention in the GPU time of decode steps, by
 torch's profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what
 one of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
-the vocabulary, and nothing sent between GPUs.
+the vocabulary, and nothing sent between GPUs. Drafts of dummy weights are as good as random, so with --dspark
+vLLM draws how many of them are accepted: a step writes 2.74 tokens on average, as a user of V4-Flash-0731 saw with
+five drafts (vllm-project/vllm#41834).
 
 The `vllm` on PATH serves, or without one the vLLM of this Python, which is the client. What makes the
 start shorter, for all runs alike (the result has the environment and the options):
@@ -95,6 +98,7 @@ PROFILED_STEPS = 8
 MEMORY_FREE = 0.05
 RUNNING = "server"  # the run of --base-url
 SHARES = (1, 2, 4, 8)
+ACCEPTANCE = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.74}
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\S* (\S+)", re.MULTILINE)
 
@@ -110,12 +114,20 @@ def write(path: Path, value: Any) -> None:
     draft.replace(path)
 
 
-def write_dummy(folder: Path, share_of: int) -> None:
+def speculation() -> dict[str, Any]:
+    """vLLM's --speculative-config of --dspark."""
+    import throughput
+
+    return {"method": "dspark", "num_speculative_tokens": throughput.DSPARK_DRAFTS, **ACCEPTANCE}
+
+
+def write_dummy(folder: Path, share_of: int, dspark: bool = False) -> None:
     """config.json of throughput.py, and the mini checkpoint's tokenizer: only its tokens have text."""
     import make_mini_checkpoint as mini
     import throughput
 
-    place, ours = folder / "config.json", [throughput.flash_config(share) for share in SHARES]
+    place = folder / "config.json"
+    ours = [throughput.flash_config(share, dspark=drafts) for share in SHARES for drafts in (False, True)]
     if any(folder.glob("*.safetensors")) or (place.exists() and json_object(place) not in ours):
         stop(f"{folder} holds another model, which --dummy would overwrite; give a new folder.")
     try:
@@ -123,7 +135,7 @@ def write_dummy(folder: Path, share_of: int) -> None:
     except OSError as error:
         stop(f"--dummy {folder} cannot be made ({error.strerror}); give a new folder.")
     mini.write_tokenizer(folder, mini.Shape().vocab)
-    write(place, throughput.flash_config(share_of))
+    write(place, throughput.flash_config(share_of, dspark=dspark))
 
 
 def profile_delay(args: argparse.Namespace) -> int:
@@ -175,6 +187,8 @@ class Server(Running):
             "--no-enable-prefix-caching", "-cc.cudagraph_mode=FULL_AND_PIECEWISE",
             *(SEEDED if args.dummy else []), *args.serve_options,
         ]  # fmt: skip
+        if args.dspark:
+            self.command += ["--speculative-config", json.dumps(speculation())]
         if args.kv_gib:
             size = ["--kv-cache-memory-bytes", str(args.kv_gib << 30)]
             self.command += [*size, "--gpu-memory-utilization", str(MEMORY_FREE)]
@@ -400,6 +414,7 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
         "together": args.together,
         "kv_gib": args.kv_gib,
         "share_of": args.share_of,
+        "speculation": speculation() if args.dspark else None,
         "tensor_parallel_size": args.tensor_parallel_size,
         "input_len": first.input_len,
         "output_len": first.output_len,
@@ -426,6 +441,7 @@ def main() -> None:
     parser.add_argument(
         "--share-of", type=int, choices=SHARES, default=1, help="GPUs whose share is served, with --dummy"
     )
+    parser.add_argument("--dspark", action="store_true", help="drafts of DSpark, with --dummy")
     parser.add_argument("--base-url", metavar="URL", help="measure the server that runs there, by --model's name")
     parser.add_argument("--tensor-parallel-size", type=positive, default=4)
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s, and those of --run")
@@ -447,6 +463,8 @@ def main() -> None:
             stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
         if args.share_of * args.tensor_parallel_size > 8:
             stop("V4-Flash can be divided by 8 at most; give a smaller --share-of or --tensor-parallel-size.")
+    if args.dspark and not args.dummy:
+        stop("--dspark is for --dummy; with a real checkpoint give vLLM's --speculative-config after --.")
     if args.base_url:
         given = [name for name in ("dummy", "profile", "kv_gib", "serve_options", "run") if getattr(args, name)]
         if given or args.together > 1:
@@ -479,7 +497,7 @@ def main() -> None:
     except OSError as error:
         stop(f"--work {args.work} cannot be made ({error.strerror}); give another folder.")
     if args.dummy:
-        write_dummy(args.dummy, args.share_of)
+        write_dummy(args.dummy, args.share_of, args.dspark)
         args.model = str(args.dummy)
     # What is in the folder is only good for the same question.
     args.max_num_seqs = max(case.count for case in args.cases)
@@ -488,8 +506,8 @@ def main() -> None:
         profiled = args.cases[0].input_len + profile_delay(args) + 4 * PROFILED_STEPS + 8
         args.max_model_len = max(args.max_model_len, profiled)
     args.shapes = sorted({f"{case.input_len}/{case.output_len}" for case in args.cases})
-    keys = ("model", "base_url", "share_of", "tensor_parallel_size", "together", "kv_gib", "shapes", "times",
-            "goodput", "run", "serve_options", "max_num_seqs", "max_model_len")  # fmt: skip
+    keys = ("model", "base_url", "share_of", "dspark", "tensor_parallel_size", "together", "kv_gib", "shapes",
+            "times", "goodput", "run", "serve_options", "max_num_seqs", "max_model_len")  # fmt: skip
     question = {key: getattr(args, key) for key in keys} | {"dummy": args.dummy and SEEDED, "machine": machine()}
     asked = args.work / "question.json"
     measured = any(args.work.glob("*-[0-9]*.json"))

@@ -117,6 +117,7 @@ ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUES
                **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
+DSPARK_DRAFTS = 5  # tokens that V4-Flash-0731 drafts a step
 LEAST_CONTEXT = 2304
 # Of the tokens that dummy weights write: experts are chosen by them, and a model of NaN writes one token alone.
 LEAST_DISTINCT = 0.5
@@ -147,16 +148,22 @@ def kind(run: str) -> str:
     return run.split("-")[0]
 
 
-def flash_shape(share_of: int = 1, experts: int = 256) -> Any:
-    """V4-Flash's sizes, or those of a GPU's share among `share_of`, routed by hash in all layers."""
+def flash_shape(share_of: int = 1, experts: int = 256, dspark: bool = False) -> Any:
+    """V4-Flash's sizes, or those of a GPU's share among `share_of`, routed by hash in all layers.
+
+    dspark: with the three stages of V4-Flash-0731's draft in place of the next-token layer.
+    """
     sys.path.insert(0, str(SCRIPTS))
     from make_mini_checkpoint import Shape
 
+    stages = 3 if dspark else 1
     return Shape(
         layers=43,
+        mtp_layers=stages,
+        dspark=dspark,
         heads=64 // share_of,
         o_groups=8 // share_of,
-        compress_ratios=(0, 0) + (4, 128) * 20 + (4, 0),
+        compress_ratios=(0, 0) + (4, 128) * 20 + (4,) + (0,) * stages,
         hash_layers=43,
         experts=experts,
         moe_intermediate=2048 // share_of,
@@ -165,12 +172,15 @@ def flash_shape(share_of: int = 1, experts: int = 256) -> Any:
     )
 
 
-def flash_config(share_of: int = 1, layout: str | None = None) -> dict[str, Any]:
+def flash_config(share_of: int = 1, layout: str | None = None, dspark: bool = False) -> dict[str, Any]:
     """config.json of that. Experts are MXFP4 and the rest FP8 blocks, as DeepSeek's, or all as in `layout`."""
-    shape = flash_shape(share_of)
+    shape = flash_shape(share_of, dspark=dspark)
     from make_mini_checkpoint import LAYOUTS, model_config
 
-    return model_config(shape, LAYOUTS[layout]()) if layout else model_config(shape) | {"expert_dtype": "fp4"}
+    if layout:
+        return model_config(shape, LAYOUTS[layout]())
+    drafts = {"dspark_block_size": DSPARK_DRAFTS} if dspark else {}
+    return model_config(shape) | {"expert_dtype": "fp4"} | drafts
 
 
 def write_model(args: argparse.Namespace) -> None:

@@ -549,6 +549,8 @@ def test_a_server_that_dies(serve, tmp_path):
 def test_shares_that_are_none(serve, tmp_path):
     done, calls = serve("--share-of", "4")
     assert (done.returncode, calls) == (1, []) and done.stderr.startswith("error: --share-of is for --dummy")
+    done, calls = serve("--dspark")
+    assert (done.returncode, calls) == (1, []) and done.stderr.startswith("error: --dspark is for --dummy")
     command = [sys.executable, ROOT / "benchmarks/serve.py", "--dummy", tmp_path / "dummy", "--share-of", "4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)  # at tensor parallel 4
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "divided by 8 at most" in done.stderr
@@ -570,3 +572,8 @@ def test_the_dummy_has_the_shape_of_v4_flash(tmp_path):
     share = json.loads((tmp_path / "config.json").read_text())
     divided = {"num_attention_heads": 16, "o_groups": 2, "moe_intermediate_size": 512, "vocab_size": 32320}
     assert {key: share[key] for key in config if share[key] != config[key]} == divided
+
+    serve.write_dummy(tmp_path, share_of=4, dspark=True)
+    drafts = json.loads((tmp_path / "config.json").read_text())
+    assert drafts["n_mtp_layers"] == 3 and drafts["compress_ratios"][43:] == [0, 0, 0]
+    assert drafts["dspark_block_size"] == serve.speculation()["num_speculative_tokens"] == 5
