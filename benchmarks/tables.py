@@ -42,6 +42,7 @@ CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
+DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
 # Of serve_report.KINDS, what a step has besides products, experts and mHC.
 SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
@@ -320,9 +321,18 @@ def serving_share() -> str:
     return serving(SHARE)
 
 
-def serving_experts() -> str:
-    runs = {key.lower(): run["concurrency"] for name in EXPERTS for key, run in load(name)["runs"].items()}
+def of_servers(names: Iterable[str]) -> str:
+    """One file a server."""
+    runs = {key.lower(): run["concurrency"] for name in names for key, run in load(name)["runs"].items()}
     return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
+
+
+def serving_experts() -> str:
+    return of_servers(EXPERTS)
+
+
+def serving_dspark() -> str:
+    return of_servers(DSPARK)
 
 
 def lengths(loads: Iterable[str], name: str) -> str:
@@ -397,8 +407,8 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call, models,
-    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_steady, serving_long,
-    small_costs, decode_step, steps,
+    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_dspark, serving_steady,
+    serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 
