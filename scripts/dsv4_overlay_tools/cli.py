@@ -126,9 +126,11 @@ class Report:
             if overlay := data["overlay"]:
                 lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
                              + ", with changes" * bool(overlay["dirty"]))
-            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                         f"in {data['target']}: {data['state']}"
-                         + f" ({', '.join(data['series'])})" * bool(data["series"]))
+            line = (f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                    f"in {data['target']}: {data['state']}")  # fmt: skip
+            if names := ", ".join(data["series"]):
+                line += f"; apply would put on {names}" if data["state"] == "clean" else f" ({names})"
+            lines.append(line)
         try:
             for line in lines:
                 print(line, flush=True)
