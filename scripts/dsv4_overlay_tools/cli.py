@@ -241,8 +241,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         if list(record["series"]) != list(wanted):
             raise Refusal(
                 "patch-changed",
-                f"{target.root} has {' and '.join(record['series'])} applied and not {' and '.join(wanted)}; run "
-                "with --revert first, or name what is applied with --series.",
+                f"{target.root} has {', '.join(record['series'])} applied, and not {', '.join(wanted)}; run with "
+                "--revert first, or name what is applied with --series.",
             )
         other = changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:
