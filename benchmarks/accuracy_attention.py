@@ -27,8 +27,6 @@ from pathlib import Path
 
 import torch
 from e2e import check_out, positive
-from vllm.dsv4_overlay.calibrate import scale
-from vllm.third_party.mla_kernels import pick_provider, sparse_mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -69,6 +67,9 @@ def fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
 
 def measure(kind: str, size: float, tokens: int, heads: int, seed: int) -> dict[str, dict[str, float]]:
     """Relative errors of the output, root mean square over all, NoPE and RoPE dimensions, by format."""
+    from vllm.dsv4_overlay.calibrate import scale
+    from vllm.third_party.mla_kernels import sparse_mla
+
     gen = torch.Generator().manual_seed(seed)
     # As the layer hands them over: BF16 before insertion.
     rows = (draw_rows(kind, 64 * PAGE, gen) * size).to(BF16).double()
@@ -103,6 +104,8 @@ def measure(kind: str, size: float, tokens: int, heads: int, seed: int) -> dict[
 
 
 def machine() -> dict[str, str]:
+    from vllm.third_party.mla_kernels import pick_provider
+
     names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
              if line.startswith("model name")]  # fmt: skip
     return {
@@ -120,6 +123,11 @@ def main() -> int:
     parser.add_argument("--heads", type=positive, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    try:
+        import vllm.dsv4_overlay.calibrate  # noqa: F401
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: this benchmark needs a vLLM with the full-width cache ({error}); apply the overlay to "
+                 "the vLLM of this Python, or name its tree in PYTHONPATH.")  # fmt: skip
     check_out(args.out)
     results: dict[str, dict] = {}
     print(f"{'rows':9s} {'RMS':7s} {'cache':27s} {'all':>9s} {'NoPE':>9s} {'RoPE':>9s}")

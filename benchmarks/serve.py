@@ -239,15 +239,19 @@ class Server(Running):
 def wait_for(servers: Iterable[Server]) -> None:
     """Until all serve."""
     began, starting = time.monotonic(), list(servers)
-    while starting:
-        for server in [*starting]:
-            server.check()
-            if server.healthy():
-                server.seconds, server.costs = time.monotonic() - server.began, costs(server.compiled_before)
-                starting.remove(server)
-        if starting:
-            print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
-            time.sleep(2)
+    try:
+        while starting:
+            for server in [*starting]:
+                server.check()
+                if server.healthy():
+                    server.seconds, server.costs = time.monotonic() - server.began, costs(server.compiled_before)
+                    starting.remove(server)
+            if starting:
+                print(f"\rstarting, {time.monotonic() - began:.0f} s", end="", flush=True)
+                time.sleep(2)
+    except SystemExit:
+        print()  # what is wrong has a line of its own
+        raise
     print(f"\rserves after {time.monotonic() - began:.0f} s")
 
 

@@ -120,11 +120,11 @@ def ratios(store: str, what: str) -> list[float]:
     return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values()]
 
 
-def few_heads(store: str, kind: str, form: str = ".2f") -> str:
-    """FlashMLA's time over ours, with 8 and 16 heads; `584` is the drop-in over V4's own rows. Of decode, sizes
-    between those of the tables too."""
+def few_heads(store: str, kind: str, form: str = ".2f", numbers: Iterable[int] = FEW) -> str:
+    """FlashMLA's time over ours, with 8 and 16 heads or other `numbers`; `584` is the drop-in over V4's own rows.
+    Of decode, sizes between those of the tables too."""
     found = speedups(store, kind, more=["small"] if kind == "decode" else [])
-    return span((ratio for (_, _, heads), ratio in found.items() if heads in FEW), form)
+    return span((ratio for (_, _, heads), ratio in found.items() if heads in numbers), form)
 
 
 def kl(name: str, pair: str) -> float:
@@ -204,6 +204,18 @@ def choosing() -> str:
     rows["Mean KL of decode (less is better)"] = kls
     head = ["", "stock vLLM", "drop-in", "full-width, FP8", "full-width, BF16"]
     return markdown(head, ([title, *cells] for title, cells in rows.items()))
+
+
+def more_heads() -> str:
+    """As the first rows of `choosing`, where each GPU has more heads."""
+    rows = []
+    for store, title in {"584": "drop-in", "fp8": "full-width, FP8", "bf16": "full-width, BF16"}.items():
+        for kind in ("decode", "prefill"):
+            many = few_heads(store, kind, numbers=(64, 128))
+            left = (store, kind) == ("584", "prefill")
+            cells = few_heads(store, kind, numbers=(32,)), "left to FlashMLA" if left else many
+            rows.append([f"{title}, {kind}", *cells])
+    return markdown(["speed relative to FlashMLA", "32 heads", "64 and 128 heads"], rows)
 
 
 def accuracy() -> str:
@@ -406,9 +418,9 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call, models,
-    models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_dspark, serving_steady,
-    serving_long, small_costs, decode_step, steps,
+    headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call,
+    models, models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_dspark,
+    serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 

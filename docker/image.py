@@ -160,9 +160,9 @@ def working_builder() -> str:
         if subprocess.run(BUILDERS[name], capture_output=True, check=False).returncode == 0:
             return name
     if installed:
-        tried = " and ".join(f"`{' '.join(BUILDERS[name])}`" for name in installed)
-        raise Refusal("build-failed", f"None of {', '.join(installed)} works: {tried} failed; start one of them.")
-    raise Refusal("build-failed", f"There is no {', '.join(BUILDERS)} on PATH; install one.")
+        tried = ", ".join(f"`{' '.join(BUILDERS[name])}`" for name in installed)
+        raise Refusal("build-failed", f"No builder works: {tried} failed; run one of these to see why.")
+    raise Refusal("build-failed", f"There is no {' or '.join(BUILDERS)} on PATH; install one.")
 
 
 def resolve(builder: str, base: str) -> str:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 import accuracy_e2e  # noqa: E402
 import e2e  # noqa: E402
 import features_e2e  # noqa: E402
@@ -35,6 +37,16 @@ def log_softmax(x):
 def top(x, k):
     ids = np.argsort(-x, axis=-1)[:, :k]
     return ids, np.take_along_axis(x, ids, axis=-1).astype(np.float32)
+
+
+COMMANDS = [path.name for path in BENCHMARKS.glob("*.py") if "Parser(description=__doc__" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_benchmark_says_what_it_does_without_vllm(name, tmp_path):
+    command = [sys.executable, BENCHMARKS / name, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {name} ")
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 10.0])

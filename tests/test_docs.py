@@ -80,6 +80,14 @@ def test_what_the_patches_touch_is_as_readme_says():
     assert said and lines < int(said[1]) and files <= int(said[2])
 
 
+def test_every_code_of_a_refusal_is_told():
+    tools = [*ROOT.glob("scripts/dsv4_overlay_tools/*.py"), *ROOT.glob("docker/*.py")]
+    raised = {code for tool in tools for code in re.findall(r'Refusal\(\s*"([a-z-]+)"', tool.read_text("utf-8"))}
+    page = (ROOT / "docs/patches.md").read_text("utf-8").partition("## Refusals")[2]
+    told = set(re.findall(r"`([a-z-]+)`", page))
+    assert len(raised) > 20 and raised - told == set()
+
+
 def test_figures_are_those_of_the_results():
     done = subprocess.run([sys.executable, tables.__file__, "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")

@@ -541,9 +541,10 @@ def test_kinds_of_kernels(tmp_path, kernel, kind):
 
 
 def test_a_server_that_dies(serve, tmp_path):
-    (tmp_path / "bin/vllm").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "bin/vllm").write_text("#!/bin/sh\nsleep 1; exit 3\n")
     done, _ = serve()
     assert done.returncode == 1 and done.stderr.startswith("error: the server ended with 3; the end of ")
+    assert done.stdout.endswith(" s\n")  # of the progress, which the error must not continue
 
 
 def test_shares_that_are_none(serve, tmp_path):

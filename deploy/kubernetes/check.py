@@ -17,6 +17,7 @@ CACHE_DTYPES = {
     FULL_CACHE: ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_tensor"),
     FLASHMLA: ("fp8", "fp8_ds_mla"),
 }
+FULL_CACHE_RELEASES = ("0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.33.0")  # of vLLM, with the series full-width
 SCALES = "dsv4_scales"  # in --additional-config
 MAX_CONTEXT = 1 << 20
 GPUS = 8  # in one machine
@@ -155,6 +156,15 @@ def check_image(image: str) -> None:
         raise Wrong(f"IMAGE is {image!r}, an example; write where the image of docker/build.sh is.")
 
 
+def check_release(image: str, backend: str) -> None:
+    """Raise Wrong if the tag, as docker/build.sh gives it, is of a release without this backend for Hopper."""
+    release = re.search(r":(\d+\.\d+\.\d+)-\d+\.\d+\.\d+-g[0-9a-f]+", image)
+    if backend == FULL_CACHE and release and release[1] not in FULL_CACHE_RELEASES:
+        raise Wrong(f"IMAGE is of vLLM {release[1]}, which has no full-width cache ({FULL_CACHE}); write "
+                    f'ATTENTION_BACKEND: "{FLASHMLA}" and KV_CACHE_DTYPE: "fp8", or take one of '
+                    f"{', '.join(FULL_CACHE_RELEASES)}.")
+
+
 def check_memory(variant: Variant, weights: int, gpu: str, size: int, gpus: int) -> None:
     """Raise Wrong if the weights alone need more than vLLM takes of the GPUs."""
     share = variant.options.get("gpu-memory-utilization", MEMORY_SHARE)
@@ -199,6 +209,8 @@ def check(variant: Variant) -> None:
         if option in TAKEN:
             raise Wrong(f"{option} in vllm.yaml would not count, for the manifests give it; remove it.")
     backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
+    if gpu_memory(gpu, HOPPER):  # on Blackwell newer releases have a backend of this name
+        check_release(settings["IMAGE"], backend)
     dtype = _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")
     scaled = SCALES in (variant.options.get("additional-config") or {})
     if backend == FULL_CACHE and dtype.startswith("fp8") and not scaled:

@@ -126,9 +126,11 @@ class Report:
             if overlay := data["overlay"]:
                 lines.append(f"overlay {overlay['version']}, commit {overlay['commit'] or 'unknown'}"
                              + ", with changes" * bool(overlay["dirty"]))
-            lines.append(f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
-                         f"in {data['target']}: {data['state']}"
-                         + f" ({', '.join(data['series'])})" * bool(data["series"]))
+            line = (f"vLLM {data['release'] or 'of unknown release'} ({data['kind'] or 'unknown'}) "
+                    f"in {data['target']}: {data['state']}")  # fmt: skip
+            if names := ", ".join(data["series"]):
+                line += f"; apply would put on {names}" if data["state"] == "clean" else f" ({names})"
+            lines.append(line)
         try:
             for line in lines:
                 print(line, flush=True)
@@ -239,8 +241,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         if list(record["series"]) != list(wanted):
             raise Refusal(
                 "patch-changed",
-                f"{target.root} has {' and '.join(record['series'])} applied and not {' and '.join(wanted)}; run "
-                "with --revert first, or name what is applied with --series.",
+                f"{target.root} has {', '.join(record['series'])} applied, and not {', '.join(wanted)}; run with "
+                "--revert first, or name what is applied with --series.",
             )
         other = changed_since(root, series, record) if series else None
         if other is None and record["release"] == target.release:

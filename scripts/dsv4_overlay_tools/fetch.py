@@ -126,7 +126,10 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
 
 def _nothing(what: str, where: str) -> Refusal:
     return Refusal(
-        "download-failed", _without_passwords(f"No {what} at {where}; check pip's index configuration.")
+        "download-failed",
+        _without_passwords(
+            f"No {what} at {where}; check the number of the release and pip's index configuration."
+        ),
     )
 
 

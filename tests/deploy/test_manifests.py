@@ -24,9 +24,10 @@ SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())
 GROUPS = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1", "ServiceMonitor": "monitoring.coreos.com/v1",
           "PrometheusRule": "monitoring.coreos.com/v1", "ScaledObject": "keda.sh/v1alpha1"}  # fmt: skip
 LWS = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(ROOT / "scripts")]
 
 import check  # noqa: E402
+from dsv4_overlay_tools.series import load_series, release_folders  # noqa: E402
 
 needs_kustomize = pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
 
@@ -474,6 +475,7 @@ TAG = ":0.22.1-0.3.0-g000000000000"
         ("DeepSeek-V4-Flash", "DeepSeek-V4-Flashy", "whose number of attention heads is unknown; write"),
         (TAG, "", "write REPOSITORY:TAG with the tag that docker/build.sh gave, or REPOSITORY@sha256:"),
         (TAG, ":latest", "write REPOSITORY:TAG"),
+        (TAG, TAG.replace("0.22.1", "0.28.0"), "is of vLLM 0.28.0, which has no full-width cache"),
         (TAG, "@sha256:12", "write REPOSITORY:TAG"),
         ("registry.mine.org/", "registry.mine.org//", "write REPOSITORY:TAG"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
@@ -554,7 +556,8 @@ def test_other_settings(tmp_path):
     for image in "localhost:5000/team/it:0.22.1-x_Y", f"it:1{digest}", f"registry/it{digest}":
         check.check(read(IMAGE=image))
     check.check(read(KV_CACHE_DTYPE="fp8")._replace(options={"additional-config": {"dsv4_scales": "/models/it"}}))
-    check.check(read(ATTENTION_BACKEND="FLASHMLA_SPARSE_DSV4", KV_CACHE_DTYPE="fp8"))
+    for image in "team/it:0.22.1-0.3.0-gabc", "team/it:0.28.0-0.3.0-gabc":
+        check.check(read(IMAGE=image, ATTENTION_BACKEND="FLASHMLA_SPARSE_DSV4", KV_CACHE_DTYPE="fp8"))
     for heads, words in ((12, "does not divide the 12 attention"), (1040, "gives a GPU 130 attention heads")):
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
         with pytest.raises(check.Wrong, match=words):
@@ -575,4 +578,6 @@ def test_the_check_knows_what_the_overlay_accepts():
         assert f"AttentionBackendEnum.{backend}\n" in source
     kernels = ROOT / "overlay/common/vllm/third_party/mla_kernels/interface.py"
     assert f"\nMAX_HEADS = {check.HEADS_A_GPU}\n" in kernels.read_text()
+    series = [load_series(folder) for folder in release_folders(ROOT) if folder.parent.name == "full-width"]
+    assert sorted(release for one in series for release in one.sdists) == list(check.FULL_CACHE_RELEASES)
     assert f'OPTION = "{check.SCALES}"\n' in (ROOT / "overlay/common/vllm/dsv4_overlay/scales.py").read_text()

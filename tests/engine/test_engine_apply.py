@@ -381,11 +381,14 @@ def test_a_report_that_cannot_be_written(engine, target, argv):
 
 
 def test_text_report(engine, target, capsys):
+    for mode in ("--status", "--check"):  # what is not there must not read as if it were
+        assert cli.main([str(target), mode], engine.root) == 0
+        assert capsys.readouterr().out.endswith(f"{target}: clean; apply would put on full-width\n")
     assert cli.main([str(target)], engine.root) == 0
     out, err = capsys.readouterr()
     for path in {**EDITED, **ADDED}:
         assert path in out
-    assert f"vLLM {RELEASE}" in out and "applied" in out
+    assert f"vLLM {RELEASE}" in out and out.endswith(": applied (full-width)\n")
     (target / "vllm/crlf.py").write_bytes(b"a = 1\r\nb = 22\r\nc = 4\r\n")
     capsys.readouterr()
     assert cli.main([str(target)], engine.root) == 1

@@ -91,7 +91,7 @@ def test_on_request(engine, target):
     assert engine.ok(target)["series"] == ["full-width"]
     assert engine.ok(target, "--series", "default")["notes"][-1] == "already applied; nothing to do"
     both = engine.refused("patch-changed", target, "--series", "default", "--series", "drop-in")["message"]
-    assert " has full-width applied and not drop-in and full-width; run with --revert first" in both
+    assert " has full-width applied, and not drop-in, full-width; run with --revert first" in both
     assert engine.refused("patch-changed", target, "--series", "drop-in")["message"].endswith("with --series.")
     engine.ok(target, "--revert")
     for names in (["drop-in"], ["full-width", "drop-in"], ["drop-in", "default"]):
@@ -149,10 +149,10 @@ def test_series_goes_with_apply_and_check(engine, target, capsys):
 def test_another_choice_needs_a_revert_first(engine, target):
     engine.ok(target, "--series", "drop-in")
     before = snapshot(target)
-    for options, asked in (([], "drop-in and full-width"), (["--series", "full-width"], "full-width")):
+    for options, asked in (([], "drop-in, full-width"), (["--series", "full-width"], "full-width")):
         for mode in ([], ["--check"]):
             message = engine.refused("patch-changed", target, *options, *mode)["message"]
-            assert f" has drop-in applied and not {asked}; run with --revert first" in message
+            assert f" has drop-in applied, and not {asked}; run with --revert first" in message
     assert snapshot(target) == before
     engine.ok(target, "--revert")
     engine.ok(target)
@@ -164,7 +164,7 @@ def test_what_is_applied_and_gone_from_the_repository(engine, target):
         file.unlink()
     assert engine.ok(target, "--status")["series"] == ["drop-in", "full-width"]
     message = engine.refused("patch-changed", target)["message"]
-    assert " has drop-in and full-width applied and not full-width; run with --revert first" in message
+    assert " has drop-in, full-width applied, and not full-width; run with --revert first" in message
     engine.ok(target, "--revert")
 
 
