@@ -457,15 +457,25 @@ def test_variants_lack_an_image_only(name, tmp_path):
 
 
 TAG = ":0.22.1-0.3.0-g000000000000"
+DTYPE = 'DTYPE: "fp8"'
+
+
+def full_width(dtype, tag=TAG):
+    """What the settings say, from the image on, and what they say of the full-width cache."""
+    settings = (FOLDER / "h200x8/settings.yaml").read_text()
+    old = settings[settings.index(TAG) : settings.index(DTYPE) + len(DTYPE)]
+    new = old.replace(TAG, tag).replace("FLASHMLA_SPARSE_DSV4", check.FULL_CACHE)
+    return old, new.replace(DTYPE, f'DTYPE: "{dtype}"')
 
 
 @pytest.mark.parametrize(
     "old, new, words",
     [
-        ('"FLASHINFER_MLA_SPARSE_DSV4"', '"FLASHINFER_MLA"', "ATTENTION_BACKEND is 'FLASHINFER_MLA'; write"),
-        ('"bfloat16"', '"fp8_ds_mla"', "is 'fp8_ds_mla', which FLASHINFER_MLA_SPARSE_DSV4 does"),
-        ('"bfloat16"', '"fp16"', "write one of auto, bfloat16, fp8, fp8_e4m3, fp8_per_tensor."),
-        ('"bfloat16"', '"fp8"', "KV_CACHE_DTYPE is 'fp8' without scales; calibrate and name them in vllm.yaml"),
+        ('"FLASHMLA_SPARSE_DSV4"', '"FLASHINFER_MLA"', "ATTENTION_BACKEND is 'FLASHINFER_MLA'; write"),
+        (DTYPE, 'DTYPE: "bfloat16"', "is 'bfloat16', which FLASHMLA_SPARSE_DSV4 does not serve; write"),
+        (*full_width("fp8_ds_mla"), "is 'fp8_ds_mla', which FLASHINFER_MLA_SPARSE_DSV4 does"),
+        (*full_width("fp16"), "write one of auto, bfloat16, fp8, fp8_e4m3, fp8_per_tensor."),
+        (*full_width("fp8"), "KV_CACHE_DTYPE is 'fp8' without scales; calibrate and name them in vllm.yaml"),
         ('SIZE: "8"', 'SIZE: "3"', "does not divide the 64 attention heads of deepseek-ai/DeepSeek-V4-Flash"),
         ('SIZE: "8"', 'SIZE: "16"', "TENSOR_PARALLEL_SIZE is '16'; write a whole number from 1 to 8."),
         ('SIZE: "8"', 'SIZE: "eight"', "write a whole number from 1 to 8."),
@@ -475,7 +485,7 @@ TAG = ":0.22.1-0.3.0-g000000000000"
         ("DeepSeek-V4-Flash", "DeepSeek-V4-Flashy", "whose number of attention heads is unknown; write"),
         (TAG, "", "write REPOSITORY:TAG with the tag that docker/build.sh gave, or REPOSITORY@sha256:"),
         (TAG, ":latest", "write REPOSITORY:TAG"),
-        (TAG, TAG.replace("0.22.1", "0.28.0"), "is of vLLM 0.28.0, which has no full-width cache"),
+        (*full_width("bfloat16", TAG.replace("0.22.1", "0.28.0")), "vLLM 0.28.0, which has no full-width cache"),
         (TAG, "@sha256:12", "write REPOSITORY:TAG"),
         ("registry.mine.org/", "registry.mine.org//", "write REPOSITORY:TAG"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
@@ -555,9 +565,10 @@ def test_other_settings(tmp_path):
     digest = "@sha256:" + "a1" * 32
     for image in "localhost:5000/team/it:0.22.1-x_Y", f"it:1{digest}", f"registry/it{digest}":
         check.check(read(IMAGE=image))
-    check.check(read(KV_CACHE_DTYPE="fp8")._replace(options={"additional-config": {"dsv4_scales": "/models/it"}}))
-    for image in "team/it:0.22.1-0.3.0-gabc", "team/it:0.28.0-0.3.0-gabc":
-        check.check(read(IMAGE=image, ATTENTION_BACKEND="FLASHMLA_SPARSE_DSV4", KV_CACHE_DTYPE="fp8"))
+    check.check(read(ATTENTION_BACKEND=check.FULL_CACHE, KV_CACHE_DTYPE="bfloat16"))
+    scales = {"additional-config": {"dsv4_scales": "/models/it"}}
+    check.check(read(ATTENTION_BACKEND=check.FULL_CACHE)._replace(options=scales))
+    check.check(read(IMAGE="team/it:0.28.0-0.3.0-gabc"))
     for heads, words in ((12, "does not divide the 12 attention"), (1040, "gives a GPU 130 attention heads")):
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
         with pytest.raises(check.Wrong, match=words):
