@@ -56,10 +56,12 @@ def offer(method: "Mxfp4MoEMethod") -> None:
     most = get_current_vllm_config().scheduler_config.max_num_batched_tokens
     process = method.process_weights_after_loading
     before: Converted | None = None
+    stays = False  # with Marlin: once loaded, the caches have the memory
 
     def process_and_join(layer: "FusedMoE") -> None:
-        nonlocal before
-        converted = convert(layer)  # before Marlin rearranges what was loaded
+        nonlocal before, stays
+        # Before Marlin rearranges what was loaded.
+        converted = None if stays else convert(layer)
         process(layer)
         if before is not None:  # weights loaded anew, and CUDA graphs read the first
             if converted is None:
@@ -70,7 +72,9 @@ def offer(method: "Mxfp4MoEMethod") -> None:
             for kept, new in zip(before, converted, strict=True):
                 kept.copy_(new)
             converted = before
-        if converted is not None:
+        if converted is None:
+            stays = True
+        else:
             before = converted
             join(method, converted, least, most)
 
