@@ -480,8 +480,9 @@ def test_a_drop_in_that_is_asked_for_serves_or_the_server_stops(why, problem, ho
         monkeypatch.setattr(index_table, "warm_up", no_compiler)
     monkeypatch.setenv(drop_in.VARIABLE, "1")
     sentence = rf"^VLLM_DSV4_DROP_IN=1 asks for the drop-in, which cannot serve here: {problem}; [^.]*\.$"
-    with pytest.raises(ValueError, match=sentence):
-        drop_in.padded_heads(8, 64)
+    for _ in range(2):  # a model that is tried again in this process
+        with pytest.raises(ValueError, match=sentence):
+            drop_in.padded_heads(8, 64)
 
 
 @pytest.mark.parametrize("where", ["variable", "config", "name"])

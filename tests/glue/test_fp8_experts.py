@@ -105,7 +105,9 @@ def test_products_are_warmed_up_to_the_largest_step(answers):
 
 
 def test_layers_that_are_not_exact_stay_with_marlin(answers):
-    assert answers["layer"]["inexact"] == answers["layer"]["off"] == "FusedMoEKernelModularImpl"
+    """With other weights of a running server too, whose caches have the memory by then."""
+    marlin = answers["layer"]["off"]
+    assert answers["layer"]["inexact"] == [marlin, marlin] and marlin == "FusedMoEKernelModularImpl"
 
 
 @pytest.mark.parametrize("case", REFUSALS)

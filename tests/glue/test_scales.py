@@ -374,7 +374,7 @@ def test_prompts(tmp_path):
     lines.write_text('{"prompt": "one"}\n{"prompt": [1, 2]}\n')
     assert calibrate.read_prompts(text) == ["one", "two"]
     assert calibrate.read_prompts(lines) == ["one", {"prompt_token_ids": [1, 2]}]
-    for bad in ('{"text": "one"}', "[]", "one"):
+    for bad in ('{"text": "one"}', "[]", "one", '{"prompt": 1}', '{"prompt": []}', '{"prompt": ["one"]}'):
         lines.write_text(bad)
         with pytest.raises(ValueError, match="p.jsonl:1 is not"):
             calibrate.read_prompts(lines)
@@ -420,7 +420,8 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         calibrate.main(command)
     assert "vLLM's own, which cannot be watched; calibrate on Hopper." in capsys.readouterr().err
     monkeypatch.undo()
-    for spoiled in (["--prompts", str(tmp_path / "none")], ["--output", str(tmp_path / "no/s")]):
+    bad = ["--prompts", str(tmp_path / "none")], ["--output", str(tmp_path / "no/s")], ["--output", str(tmp_path)]
+    for spoiled in bad:
         with pytest.raises(SystemExit) as stopped:
             calibrate.main([*command, *spoiled])
         assert stopped.value.code == 2 and len(calls) == 2

@@ -156,10 +156,14 @@ def read_prompts(path: Path) -> list[Any]:
         try:
             prompt = json.loads(line)["prompt"] if path.suffix == ".jsonl" else line
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}:{number} is not {{"prompt": …}}.') from None
-        prompts.append(
-            {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
-        )
+            prompt = None
+        if isinstance(prompt, list) and prompt and all(type(x) is int for x in prompt):
+            prompt = {"prompt_token_ids": prompt}
+        elif not isinstance(prompt, str):
+            raise ValueError(
+                f'{path}:{number} is not {{"prompt": …}} with text or token ids.'
+            )
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{path} holds no prompt.")
     return prompts
@@ -203,6 +207,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     if not os.access(output.parent, os.W_OK):
         parser.error(f"{output.parent} is no folder that can be written to.")
+    if output.is_dir():  # before prompts are run for nothing
+        parser.error(f"{output} is a folder; name a file.")
     options |= dict(
         kv_cache_dtype="bfloat16",
         attention_backend="FLASHINFER_MLA_SPARSE_DSV4",

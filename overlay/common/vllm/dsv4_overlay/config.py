@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 # Drafts of DeepSeek V4's own layers, by method.
 _DRAFT_LAYERS = {"mtp": "DeepSeekV4MTPModel", "dspark": "DSparkDraftModel"}
 _ARCHITECTURES = ("DeepseekV4ForCausalLM", _DRAFT_LAYERS["mtp"])
-_WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.23.0 on
+_WITH_IMAGES = "DeepseekV4ForConditionalGeneration"  # from 0.30.0 on
 _FULL_CACHE = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_DSV4
 _FLASHMLA = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
 # From 0.23.0 on the name is vLLM's own, for Blackwell and for more models; the overlay

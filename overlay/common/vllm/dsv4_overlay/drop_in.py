@@ -302,7 +302,9 @@ def _decide(additional_config: object) -> None:
 
 
 def _refuse_if_asked_for(problem: str) -> None:
+    global _asked_for
     if os.environ.get(VARIABLE) == "1":
+        _asked_for = None  # another model of the process is refused too
         raise ValueError(
             f"{VARIABLE}=1 asks for the drop-in, which cannot serve here: {problem}; "
             "without the variable FlashMLA serves where the drop-in cannot."

@@ -52,12 +52,16 @@ def offer(method: "Mxfp4MoEMethod") -> None:
     least = least_tokens(method.moe, method.mxfp4_backend)
     if least is None:
         return
+    # Now, since up to 0.26.0 vLLM loads weights anew without a configuration.
+    most = get_current_vllm_config().scheduler_config.max_num_batched_tokens
     process = method.process_weights_after_loading
     before: Converted | None = None
+    stays = False  # with Marlin: once loaded, the caches have the memory
 
     def process_and_join(layer: "FusedMoE") -> None:
-        nonlocal before
-        converted = convert(layer)  # before Marlin rearranges what was loaded
+        nonlocal before, stays
+        # Before Marlin rearranges what was loaded.
+        converted = None if stays else convert(layer)
         process(layer)
         if before is not None:  # weights loaded anew, and CUDA graphs read the first
             if converted is None:
@@ -68,9 +72,11 @@ def offer(method: "Mxfp4MoEMethod") -> None:
             for kept, new in zip(before, converted, strict=True):
                 kept.copy_(new)
             converted = before
-        if converted is not None:
+        if converted is None:
+            stays = True
+        else:
             before = converted
-            join(method, converted, least)
+            join(method, converted, least, most)
 
     method.process_weights_after_loading = process_and_join
 
@@ -240,9 +246,11 @@ def convert(layer: "FusedMoE") -> Converted | None:
     return None
 
 
-def join(method: "Mxfp4MoEMethod", converted: Converted, least: int) -> None:
+def join(
+    method: "Mxfp4MoEMethod", converted: Converted, least: int, most: int
+) -> None:
     """Give calls of at least `least` tokens to DeepGEMM, in the kernel that `method`
-    has made for Marlin."""
+    has made for Marlin; no step has more than `most`."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import (
         DeepGemmExperts,
@@ -275,7 +283,7 @@ def join(method: "Mxfp4MoEMethod", converted: Converted, least: int) -> None:
             w13_scale,
             w2_scale,
             method.moe.experts_per_token,
-            get_current_vllm_config().scheduler_config.max_num_batched_tokens,
+            most,
         )
 
 
