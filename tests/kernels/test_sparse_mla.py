@@ -7,7 +7,7 @@ FlashMLA has them, 1.3e-3. The sm90 kernel with 64 heads on M has BF16 weights o
 
 import pytest
 import torch
-from mla_kernels import PROVIDERS, pick_provider, sm90, sparse_mla
+from mla_kernels import PROVIDERS, checks, interface, pick_provider, sm90, sparse_mla
 
 TOLERANCE = 4e-4
 # A weight just above a power of two is off by up to 2^-8 of it, evenly spread.
@@ -540,6 +540,25 @@ def test_no_tokens(device, provider):
         case.topk_lens[:0].to(device), case.visible[:0].to(device), provider=provider,
     )  # fmt: skip
     assert out.shape == (0, 1, 8, 512)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_the_self_test_finds_a_wrong_output(fast_provider, few, monkeypatch):
+    """In any of its calls, of which the larger ones have other kernels of the sm90 provider."""
+    load, copies = interface._load_provider, None if fast_provider == "sm90" else (1, 2)
+    checks.check_sparse_mla(fast_provider, 8, BF16, E4M3, copies)
+
+    def wrong(name):
+        def run(call):
+            load(name)(call)
+            if name == fast_provider and few == (len(call.query) == 2):
+                call.out[-1, -1] += 0.25
+
+        return run
+
+    monkeypatch.setattr(interface, "_load_provider", wrong)
+    with pytest.raises(checks.Failed):
+        checks.check_sparse_mla(fast_provider, 8, BF16, E4M3, copies)
 
 
 def test_pick_says_why():
