@@ -268,6 +268,14 @@ def test_refusals_of_the_kernel_for_hopper(change, error, words):
         indexer.indexer_topk(**given | change, provider="sm90")
 
 
+@pytest.mark.parametrize("name", ["starts", "ends", "out"])
+def test_picks_of_one_gpu(name):
+    given = dict(scores=torch.zeros(2, 8), starts=torch.zeros(2).int(), ends=torch.ones(2).int(), k=4)
+    given[name] = torch.zeros((2, 4) if name == "out" else 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=f"{name} must be on cpu, got meta"):
+        indexer.indexer_topk(**given)
+
+
 def arguments():
     return dict(
         q=torch.zeros(2, 4, 16).to(FP8), keys=torch.zeros(5, 16).to(FP8), key_scales=torch.ones(5),
@@ -284,6 +292,9 @@ def arguments():
         (dict(weights=torch.ones(2, 5)), r"weights must be float32 \[2, 4\]"),
         (dict(key_scales=torch.ones(4)), r"key_scales must be torch.float32 \[5\]"),
         (dict(ends=torch.ones(3, dtype=torch.int32)), r"ends must be torch.int32 \[2\]"),
+        (dict(keys=torch.zeros(5, 16).to(FP8).to("meta")), "keys must be on cpu, got meta"),
+        (dict(key_scales=torch.ones(5, device="meta")), "key_scales must be on cpu, got meta"),
+        (dict(starts=torch.zeros(2, dtype=torch.int32, device="meta")), "starts must be on cpu, got meta"),
         (dict(provider="cuda"), "the indexer has no provider 'cuda'"),
     ],
 )
@@ -299,6 +310,8 @@ def test_refusals(change, words):
         (dict(context_lens=torch.ones(3, dtype=torch.int32)), r"context_lens must be int32 \[2, 1\]"),
         (dict(block_table=torch.zeros(1, 3, dtype=torch.int32)), "block_table must be int32 of 2 rows"),
         (dict(cache=torch.zeros(3, 64, 40, dtype=torch.uint8)[..., :20]), "a block of cache must be in one piece"),
+        (dict(cache=torch.zeros(3842, dtype=torch.uint8)[2:].view(3, 64, 20)), "start at a multiple of 4 bytes"),
+        (dict(block_table=torch.zeros(2, 3, dtype=torch.int32, device="meta")), "block_table must be on cpu"),
     ],
 )
 def test_refusals_of_pages(change, words):
