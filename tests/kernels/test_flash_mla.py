@@ -518,6 +518,22 @@ def test_no_tokens(device, provider, rows):
     case.check(provider)
 
 
+def test_no_rows(device, provider, rows, monkeypatch):
+    """A cache of no block, whatever the indices: no token has a key."""
+    load, seen = flash_mla._load_provider, []
+
+    def watched(name):
+        return lambda call: seen.append(call.pools[0].cache.shape) or load(name)(call)
+
+    monkeypatch.setattr(flash_mla, "_load_provider", watched)
+    case = Case(rows, device, seed=22)
+    cache = case.pools[0][0]
+    none = cache.on(device)[:0]
+    cache.keys, cache.on, cache.poison = cache.keys[:0], lambda *_: none, lambda used: None
+    out = case.check(provider)
+    assert not out.any() and seen[0][1] > 0  # kernels divide by the size of a block
+
+
 def test_the_scale_of_a_call_without_one(device):
     case = Case("656", device, scale=576**-0.5)
     want = case.run("reference")[0]
