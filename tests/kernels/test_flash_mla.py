@@ -562,6 +562,7 @@ def bytes_(*shape):
         (dict(head_dim_v=576), "head_dim_v must be 512"),
         (dict(num_splits=ints(3)), "num_splits must be None"),
         (dict(causal=True), "causal must be False"),
+        (dict(enable_batch_invariant=True), "enable_batch_invariant must be False"),
         (dict(is_fp8_kvcache=False), "is_fp8_kvcache must be True .* flash_mla_sparse_fwd takes BF16 rows"),
         (dict(q=torch.zeros(2, 8, 576, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
         (dict(q=torch.zeros(2, 1, 8, 640, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
@@ -593,7 +594,7 @@ def test_refusals_of_decode(change, message):
         cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None, is_fp8_kvcache=True,
         indices=ints(2, 1, 64),
     )  # fmt: skip
-    flash_mla_with_kvcache(**arguments)
+    flash_mla_with_kvcache(**arguments, enable_batch_invariant=False)  # as vLLM 0.33.0 names it
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
         flash_mla_with_kvcache(**arguments | change)
 
