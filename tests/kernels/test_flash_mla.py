@@ -534,6 +534,29 @@ def test_no_rows(device, provider, rows, monkeypatch):
     assert not out.any() and seen[0][1] > 0  # kernels divide by the size of a block
 
 
+def test_the_number_of_rows_selects_no_kernel(monkeypatch):
+    """Workspaces of prefills differ from step to step: nothing may be compiled for the size of one."""
+    kinds = set()
+
+    class Launch:
+        arguments = triton_sparse_mla._attend_kernel.arg_names
+        free = {"splits", "columns0", "columns1", "rows0", "rows1"}
+
+        def __getitem__(self, grid):
+            def launch(*args, **_):
+                given = dict(zip(self.arguments, args, strict=False))
+                numbers = {k: x for k, x in given.items() if isinstance(x, int) and k not in self.free}
+                kinds.add(tuple((name, x == 1, x % 16 == 0) for name, x in numbers.items()))
+
+            return launch
+
+    monkeypatch.setattr(triton_sparse_mla, "_attend_kernel", Launch())
+    for rows in (1, 15, 16, 4096):
+        q, kv = torch.zeros(9, 8, 576, dtype=BF16), torch.zeros(rows, 1, 576, dtype=BF16)
+        flash_mla_sparse_fwd(q, kv, ints(9, 1, 64), 1.0, provider="triton")
+    assert len(kinds) == 1
+
+
 def test_the_scale_of_a_call_without_one(device):
     case = Case("656", device, scale=576**-0.5)
     want = case.run("reference")[0]

@@ -201,12 +201,12 @@ def flash_mla_sparse_fwd(
         torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         for _ in range(2)
     )
-    # One block, or none: of no rows a block cannot be.
-    blocks = kv.transpose(0, 1) if len(kv) else kv
     _attend(
         SparseAttention(
             query=q,
-            pools=(KeyPool(blocks, BF16, indices.squeeze(1), topk_length),),
+            # Blocks of a row: the size of a block selects a Triton kernel, and there
+            # may be no rows at all.
+            pools=(KeyPool(kv, BF16, indices.squeeze(1), topk_length),),
             out=out,
             scale=sm_scale,
             sinks=attn_sink,
