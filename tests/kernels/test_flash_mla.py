@@ -773,6 +773,17 @@ def test_the_check_at_start_up(fast_provider, rows, off, few, monkeypatch):
             checks.check_flash_mla(fast_provider, rows, 8, copies)
 
 
+def test_the_check_sees_a_part_of_one_head_among_many():
+    """16 dimensions, what a thread writes, of one of 141 times 128 heads: a fifth of a percent of them all."""
+    expected = torch.randn(3, 128, 512, generator=torch.Generator().manual_seed(0)).double()
+    found = expected.to(BF16).repeat(47, 1, 1)
+    assert checks.attention_error(found, expected, 47) < 2e-3
+    found[100, 5, 64:80] = found[100, 5, 80:96]
+    assert checks.relative_error(found, expected.repeat(47, 1, 1), 1.0) < checks.TOLERANCE_OF_COPIES
+    with pytest.raises(checks.Failed, match="relative error of a head"):
+        checks.attention_error(found, expected, 47)
+
+
 def test_the_check_under_the_defaults_of_a_layer(fast_provider, monkeypatch):
     """vLLM makes layers with BF16 for a default, on the GPU, and draws weights after them."""
     state = torch.get_rng_state()
