@@ -15,6 +15,9 @@ OF_BF16_WEIGHTS = 2**-8 / 3**0.5
 # FlashInfer's wants more of its arguments and has tests of its own, tests/glue/test_flashinfer.py.
 OURS = [name for name in PROVIDERS if name != "flashinfer"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+# Of the worst head of a token: eight wrong dimensions, which a lane writes, are more than a tenth of a head, and
+# less than the bounds above of a call of thousands.
+OF_ONE_HEAD = 2e-2
 
 
 def skip_unless_served(name):
@@ -65,6 +68,12 @@ def excess_error(out, expected):
     """Relative error without the part that rounding to BF16 makes; the two are independent, so squares add up."""
     rounding = relative_error(expected.to(BF16), expected)
     return max(relative_error(out, expected) ** 2 - rounding**2, 0.0) ** 0.5
+
+
+def worst_head(out, expected):
+    """The largest relative error of one head of a token; infinite if it is to be 0 and is not."""
+    off, size = (out.cpu().double() - expected).norm(dim=-1), expected.norm(dim=-1)
+    return float(torch.where(off == 0, 0.0, off / size).max())
 
 
 class Case:
@@ -169,7 +178,8 @@ def test_the_bound_sees_weights_in_bf16(device):
 @pytest.mark.parametrize("heads", [1, 3, 8, 16, 32, 64, 128])
 def test_heads_and_dtypes(device, provider, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=3, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, seed=heads)
-    assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
+    out, expected = case.run(provider), case.expected()
+    assert excess_error(out, expected) < case.tolerance(provider) and worst_head(out, expected) < OF_ONE_HEAD
 
 
 # Batches that between them reach every kernel and division of the sm90 provider on 132 SMs: 16, 32 or 64 heads a
@@ -188,7 +198,8 @@ REPEATED = [(3, 16), (16, 64), (100, 32), (140, 64), (160, 100), (270, 16)]  # v
 def test_batches(device, fast_provider, tokens, heads, q_dtype, kv_dtype):
     case = Case(device, tokens=tokens, heads=heads, q_dtype=q_dtype, kv_dtype=kv_dtype, width=640, seed=tokens)
     case.visible[1], case.visible[-1] = 0, -3
-    assert excess_error(case.run(fast_provider), case.expected()) < case.tolerance(fast_provider)
+    out, expected = case.run(fast_provider), case.expected()
+    assert excess_error(out, expected) < case.tolerance(fast_provider) and worst_head(out, expected) < OF_ONE_HEAD
 
 
 @pytest.mark.gpu
