@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from mla_kernels import checks, flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
+from mla_kernels.attention import KeyPool
+from mla_kernels.row_formats import V32
 from test_sparse_mla import (
     BF16,
     E4M3,
@@ -17,7 +19,7 @@ from test_sparse_mla import (
     excess_error,
     skip_unless_served,
     worst_head,
-)  # fmt: skip
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from charts import kernel_results  # noqa: E402
@@ -369,11 +371,22 @@ def test_sinks(device, provider, rows, sink, batch, heads, columns):
     case.check(provider)
 
 
-@pytest.mark.parametrize("batch, heads, columns", [(3, 8, 70), pytest.param(47, 64, 200, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "batch, heads, columns", [(3, 8, 70), (1, 8, 70), pytest.param(47, 64, 200, marks=pytest.mark.gpu)]
+)
 def test_several_queries_a_request(device, provider, rows, batch, heads, columns):
     """Lengths are of requests, indices of queries."""
     extra = 20 if rows in PACKED else None
     Case(rows, device, batch=batch, q_len=3, heads=heads, columns=columns, extra=extra, seed=6).check(provider)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 6])
+def test_lengths_of_tokens_lie_side_by_side(requests):
+    """Kernels read one for each token: also where they are all of one request."""
+    lengths = torch.arange(5, 5 + requests, dtype=torch.int32)
+    pool = KeyPool(bytes_(4, 64, 656), V32, ints(6, 9), lengths)
+    each = pool.token_lengths()
+    assert each.is_contiguous() and each.tolist() == [5 + i * requests // 6 for i in range(6)]
 
 
 @pytest.mark.gpu
