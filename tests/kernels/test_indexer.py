@@ -106,6 +106,23 @@ def test_scores_of_pages(device, provider, q_len, padding, clean):
     close(indexer.paged_indexer_scores(*given, table.to(device), 200, clean=clean, provider=provider), want, clean)
 
 
+@PROVIDERS
+@pytest.mark.parametrize("how", ["a column", "expanded"])
+def test_lengths_that_do_not_lie_side_by_side(device, provider, how):
+    gen = torch.Generator().manual_seed(1)
+    batch, q_len = (3, 1) if how == "a column" else (1, 3)
+    cache, keys = pages(gen, 9, 64, 128)
+    table = torch.tensor([[4, 2], [0, 8], [3, 5]], dtype=torch.int32)[:batch].to(device)
+    q, weights = query(gen, 3, 64, 128, FP8)
+    given = q.view(batch, q_len, 64, 128).to(device), cache.to(device), weights.to(device)
+    wide = torch.tensor([[70, 1], [128, 2], [9, 3]], dtype=torch.int32, device=device)
+    lengths = wide[:, 0] if how == "a column" else wide[:1, :1].expand(1, 3)
+    have = indexer.paged_indexer_scores(*given, lengths, table, 128, provider=provider)
+    want = indexer.paged_indexer_scores(*given, lengths.clone(memory_format=torch.contiguous_format), table, 128,
+                                        provider="reference")  # fmt: skip
+    close(have, want.cpu().double())
+
+
 @pytest.mark.parametrize("hardware", [True, False])
 def test_every_e4m3_byte_by_bits_and_by_hardware(device, monkeypatch, hardware):
     """The GPUs without E4M3 decode it by its bits: each finite byte as a key, against torch."""

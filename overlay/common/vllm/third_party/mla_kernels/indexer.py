@@ -164,7 +164,8 @@ def paged_indexer_scores(
         block_table=block_table,
     )
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
-    context_lens = context_lens.reshape(-1)
+    # Side by side: a column of a matrix, or one expanded, stays a view of its stride.
+    context_lens = context_lens.reshape(-1).contiguous()
     if _provider(provider, q) == "reference":
         from .indexer_reference import paged_scores_reference
 
