@@ -130,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.only not in (None, kind):
             continue
         cases, passes = cases_of(tests)
+        if not any(case.check_correctness and not case.num_runs for case in cases):
+            print(f"error: no case of {kind} compares outputs; see what marks them in lib.py.", file=sys.stderr)
+            return 1
         passed = count = 0
         for case in chosen(cases, args.heads, args.every, shard):
             count += 1

@@ -1,4 +1,4 @@
-"""Triton kernels of attention, the indexer and slots compile for every GPU that is served and fit its memory."""
+"""Triton kernels compile for every GPU that they serve, and fit its memory."""
 
 import os
 import subprocess
@@ -113,6 +113,50 @@ check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))
 def test_indexer_and_slots_compile(arch, tmp_path):
     shared = compile_for(INDEXER, arch, tmp_path)
     assert len(shared) == 10 and max(shared) <= SHARED_MEMORY[arch] * 1024
+
+
+# A variant a line; those that write E4M3 are for GPUs that have it, the others for all.
+OTHERS = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+arch = int(sys.argv[2])
+from mla_kernels import compressor, insert, sparse_index, triton_sparse_mla
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+def check(kernel, warps, constants, **types):
+    kind = lambda name: types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+    types = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
+    compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", arch, 32),
+                       options=dict(num_warps=warps))
+    print(kernel.fn.__name__, compiled.metadata.shared)
+
+floats = "partial_out_ptr", "partial_max_sum_ptr", "sinks_ptr", "max_logits_ptr", "lse_ptr"
+floats = dict.fromkeys(floats, "*fp32")
+check(triton_sparse_mla._merge_kernel, 4, dict(SCALE_TENSOR=False), out_ptr="*bf16", out_scale="fp32", **floats)
+check(sparse_index._build_kernel, 1, dict(COMPRESS_RATIO=4, BLOCK=128), is_valid_ptr="*i1")
+expert_sum = importlib.import_module("mla_kernels.expert_sum")  # the package has the function by this name
+check(expert_sum._expert_sum_kernel, 4, dict(EXPERTS=6, BLOCK=1024), expert_outputs_ptr="*bf16", out_ptr="*bf16")
+tokens = dict(slot_mapping="*i64", position_ids="*i64", cos_sin_cache="*fp32", eps="fp32", q="*bf16", kv="*bf16")
+heads = dict(NUM_HEADS=64, HEADS=4)
+no_scales = dict(fp8_scale=None, q_fp8_scale_inv=None)
+check(insert._insert_kernel, 4, heads | no_scales, q_out="*bf16", k_cache="*bf16", **tokens)
+windows = dict(state_cache="*fp32", token_to_req_indices="*i32", positions="*i64", slot_mapping="*i64",
+               kv_slot_mapping="*i64", block_table="*i32", cos_sin_cache="*fp32", rms_norm_weight="*bf16",
+               rms_norm_eps="fp32")
+ratio = dict(RATIO=4, OVERLAP=True, STATE_BLOCK_SIZE=4, ROWS=8)
+check(compressor._compress_kernel, 4, ratio | dict(fp8_scale=None), kv_cache="*bf16", **windows)
+if arch >= 89:
+    scales = dict(fp8_scale="fp32", q_fp8_scale_inv="fp32")
+    check(insert._insert_kernel, 4, heads, q_out="*fp8e4nv", k_cache="*fp8e4nv", **tokens, **scales)
+    check(compressor._compress_kernel, 4, ratio, kv_cache="*fp8e4nv", fp8_scale="fp32", **windows)
+"""
+
+
+@ARCHS
+def test_the_others_compile(arch, tmp_path):
+    shared = compile_for(OTHERS, arch, tmp_path)
+    assert len(shared) == (7 if arch >= 89 else 5) and max(shared) <= 48 * 1024
 
 
 COMPRESSOR = """

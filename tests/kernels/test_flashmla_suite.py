@@ -89,6 +89,13 @@ def test_other_heads_and_parts(checkout):
     assert done.stdout.endswith("prefill: 0 of 2 passed\n")  # number 2 of both
 
 
+def test_a_file_without_cases_is_no_success(checkout):
+    lib = checkout / "tests/lib.py"
+    lib.write_text(LIB.replace("CASES = [TestParam(n, h) for h in (64, 128) for n in range(4)]", "CASES = []"))
+    done = suite(checkout)
+    assert done.returncode == 1 and "error: no case of decode compares outputs" in done.stderr
+
+
 @pytest.mark.parametrize("options", [["--shard", "2/2"], ["--shard", "x"], ["--every", "0"]])
 def test_bad_arguments(checkout, options):
     command = [sys.executable, SUITE, "--checkout", checkout, *options]

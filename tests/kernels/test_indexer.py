@@ -106,6 +106,23 @@ def test_scores_of_pages(device, provider, q_len, padding, clean):
     close(indexer.paged_indexer_scores(*given, table.to(device), 200, clean=clean, provider=provider), want, clean)
 
 
+@PROVIDERS
+@pytest.mark.parametrize("how", ["a column", "expanded"])
+def test_lengths_that_do_not_lie_side_by_side(device, provider, how):
+    gen = torch.Generator().manual_seed(1)
+    batch, q_len = (3, 1) if how == "a column" else (1, 3)
+    cache, keys = pages(gen, 9, 64, 128)
+    table = torch.tensor([[4, 2], [0, 8], [3, 5]], dtype=torch.int32)[:batch].to(device)
+    q, weights = query(gen, 3, 64, 128, FP8)
+    given = q.view(batch, q_len, 64, 128).to(device), cache.to(device), weights.to(device)
+    wide = torch.tensor([[70, 1], [128, 2], [9, 3]], dtype=torch.int32, device=device)
+    lengths = wide[:, 0] if how == "a column" else wide[:1, :1].expand(1, 3)
+    have = indexer.paged_indexer_scores(*given, lengths, table, 128, provider=provider)
+    want = indexer.paged_indexer_scores(*given, lengths.clone(memory_format=torch.contiguous_format), table, 128,
+                                        provider="reference")  # fmt: skip
+    close(have, want.cpu().double())
+
+
 @pytest.mark.parametrize("hardware", [True, False])
 def test_every_e4m3_byte_by_bits_and_by_hardware(device, monkeypatch, hardware):
     """The GPUs without E4M3 decode it by its bits: each finite byte as a key, against torch."""
@@ -268,6 +285,14 @@ def test_refusals_of_the_kernel_for_hopper(change, error, words):
         indexer.indexer_topk(**given | change, provider="sm90")
 
 
+@pytest.mark.parametrize("name", ["starts", "ends", "out"])
+def test_picks_of_one_gpu(name):
+    given = dict(scores=torch.zeros(2, 8), starts=torch.zeros(2).int(), ends=torch.ones(2).int(), k=4)
+    given[name] = torch.zeros((2, 4) if name == "out" else 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=f"{name} must be on cpu, got meta"):
+        indexer.indexer_topk(**given)
+
+
 def arguments():
     return dict(
         q=torch.zeros(2, 4, 16).to(FP8), keys=torch.zeros(5, 16).to(FP8), key_scales=torch.ones(5),
@@ -284,6 +309,9 @@ def arguments():
         (dict(weights=torch.ones(2, 5)), r"weights must be float32 \[2, 4\]"),
         (dict(key_scales=torch.ones(4)), r"key_scales must be torch.float32 \[5\]"),
         (dict(ends=torch.ones(3, dtype=torch.int32)), r"ends must be torch.int32 \[2\]"),
+        (dict(keys=torch.zeros(5, 16).to(FP8).to("meta")), "keys must be on cpu, got meta"),
+        (dict(key_scales=torch.ones(5, device="meta")), "key_scales must be on cpu, got meta"),
+        (dict(starts=torch.zeros(2, dtype=torch.int32, device="meta")), "starts must be on cpu, got meta"),
         (dict(provider="cuda"), "the indexer has no provider 'cuda'"),
     ],
 )
@@ -299,6 +327,8 @@ def test_refusals(change, words):
         (dict(context_lens=torch.ones(3, dtype=torch.int32)), r"context_lens must be int32 \[2, 1\]"),
         (dict(block_table=torch.zeros(1, 3, dtype=torch.int32)), "block_table must be int32 of 2 rows"),
         (dict(cache=torch.zeros(3, 64, 40, dtype=torch.uint8)[..., :20]), "a block of cache must be in one piece"),
+        (dict(cache=torch.zeros(3842, dtype=torch.uint8)[2:].view(3, 64, 20)), "start at a multiple of 4 bytes"),
+        (dict(block_table=torch.zeros(2, 3, dtype=torch.int32, device="meta")), "block_table must be on cpu"),
     ],
 )
 def test_refusals_of_pages(change, words):

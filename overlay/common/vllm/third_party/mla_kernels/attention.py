@@ -33,11 +33,13 @@ class KeyPool:
     base: int = 0
 
     def token_lengths(self) -> torch.Tensor | None:
-        """`lengths` as [tokens]."""
+        """`lengths` as [tokens], contiguous."""
         tokens = self.indices.shape[0]
         if self.lengths is None or len(self.lengths) == tokens:
             return self.lengths
-        return self.lengths[:, None].expand(-1, tokens // len(self.lengths)).flatten()
+        each = self.lengths[:, None].expand(-1, tokens // len(self.lengths))
+        # Before it is flattened: one length for all would stay a view of stride 0.
+        return each.contiguous().flatten()
 
 
 @dataclass(frozen=True)

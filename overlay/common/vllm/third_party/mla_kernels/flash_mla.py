@@ -57,6 +57,7 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
     *,
     provider: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +86,8 @@ def flash_mla_with_kvcache(
             them.
         out: BF16 `[batch, q_len, heads, 512]`, last dimension contiguous; allocated
             when None.
+        enable_batch_invariant: False (from vLLM 0.33.0 on; FlashMLA has True on
+            Blackwell alone).
         provider: "reference", "triton" or "sm90"; None picks.
 
     Returns:
@@ -111,7 +114,7 @@ def flash_mla_with_kvcache(
         "extra_topk_length": extra_topk_length,
         "out": out,
     }
-    flags = (head_dim_v, num_splits, causal, is_fp8_kvcache)
+    flags = (head_dim_v, num_splits, causal, is_fp8_kvcache, enable_batch_invariant)
     signature = ("flash_mla_with_kvcache", flags, *map(_shape, tensors.values()))
     if signature not in _valid:
         _validate_decode(tensors, *flags)
@@ -201,7 +204,9 @@ def flash_mla_sparse_fwd(
     _attend(
         SparseAttention(
             query=q,
-            pools=(KeyPool(kv.transpose(0, 1), BF16, indices.squeeze(1), topk_length),),
+            # Blocks of a row: the size of a block selects a Triton kernel, and there
+            # may be no rows at all.
+            pools=(KeyPool(kv, BF16, indices.squeeze(1), topk_length),),
             out=out,
             scale=sm_scale,
             sinks=attn_sink,
@@ -348,7 +353,12 @@ class _Arguments:
 
 
 def _validate_decode(
-    tensors: dict, head_dim_v: int, num_splits: None, causal: bool, is_fp8_kvcache: bool
+    tensors: dict,
+    head_dim_v: int,
+    num_splits: None,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    enable_batch_invariant: bool,
 ) -> None:
     check = _Arguments("flash_mla_with_kvcache", tensors)
     check.require(head_dim_v == VALUE_DIM, f"head_dim_v must be 512, got {head_dim_v}.")
@@ -360,6 +370,11 @@ def _validate_decode(
         is_fp8_kvcache,
         "is_fp8_kvcache must be True with indices; flash_mla_sparse_fwd takes BF16 "
         "rows.",
+    )
+    check.require(
+        not enable_batch_invariant,
+        "enable_batch_invariant must be False: how many tokens a call has says how "
+        "their keys are divided.",
     )
     batch, q_len, heads, head_dim = check.query(dims=4)
     rows = V4 if head_dim == 512 else V32

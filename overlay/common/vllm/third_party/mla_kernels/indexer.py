@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .insert import check_same_device
 from .sm90 import serves_topk, topk_sm90
 from .triton_sparse_mla import _bytes, _converts_e4m3, _from_e4m3
 
@@ -65,6 +66,10 @@ def indexer_scores(
         _check("key_scales", key_scales, torch.float32, len(keys))
     _check("starts", starts, torch.int32, tokens)
     _check("ends", ends, torch.int32, tokens)
+    tensors = {"keys": keys, "weights": weights, "starts": starts, "ends": ends}
+    if key_scales is not None:
+        tensors["key_scales"] = key_scales
+    check_same_device(q.device, **tensors)
     columns = len(keys) if width is None else width
     out = torch.empty(tokens, columns, dtype=torch.float32, device=q.device)
     if _provider(provider, q) == "reference":
@@ -134,7 +139,8 @@ def paged_indexer_scores(
             f"q must be E4M3 and cache uint8 [blocks, block_size, {dim + 4}], got "
             f"{q.dtype} and {cache.dtype} {list(cache.shape)}."
         )
-    if cache.stride()[1:] != (dim + 4, 1) or cache.stride(0) % 4:
+    in_one_piece = cache.stride()[1:] == (dim + 4, 1)
+    if not in_one_piece or cache.stride(0) % 4 or cache.data_ptr() % 4:
         raise ValueError(
             "a block of cache must be in one piece and start at a multiple of 4 "
             f"bytes, strides are {cache.stride()}."
@@ -150,8 +156,16 @@ def paged_indexer_scores(
             f"{block_table.dtype} {list(block_table.shape)}."
         )
     _check_last("block_table", block_table)
+    check_same_device(
+        q.device,
+        cache=cache,
+        weights=weights,
+        context_lens=context_lens,
+        block_table=block_table,
+    )
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
-    context_lens = context_lens.reshape(-1)
+    # Side by side: a column of a matrix, or one expanded, stays a view of its stride.
+    context_lens = context_lens.reshape(-1).contiguous()
     if _provider(provider, q) == "reference":
         from .indexer_reference import paged_scores_reference
 
@@ -217,6 +231,8 @@ def indexer_topk(
             f"out must be int32 [{rows}, {k}], got {out.dtype} {list(out.shape)}."
         )
     _check_last("out", out)
+    spans = {"ends": ends, "out": out} | ({} if starts is None else {"starts": starts})
+    check_same_device(scores.device, **spans)
     if provider is None and starts is None and serves_topk(scores, k):
         provider = "sm90"
     if provider == "sm90":
