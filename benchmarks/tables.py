@@ -403,7 +403,7 @@ def decode_step() -> str:
 def steps() -> str:
     """The largest mean KL of decode steps that each step of features_e2e.py measured."""
     found: dict[str, dict[str, float | None]] = {}
-    drop_in = [f"features_drop_in_{of}" for of in ("h200", "shared_h200", "h200_1bcf04f")]
+    drop_in = [f"features_drop_in_{of}" for of in ("h200", "32heads_h200x4", "shared_h200", "h200_1bcf04f")]
     for result in map(load, ("features_h200", "features_h200x4", *drop_in)):
         for store, steps_of_store in result["steps"].items():
             for step, ran in steps_of_store.items():
