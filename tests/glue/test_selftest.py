@@ -85,6 +85,13 @@ def test_importing_it_changes_nothing(applied):
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr[-1000:]
 
 
+def test_options_that_it_has_not(applied):
+    for option, status, words in (("--help", 0, "Is the overlay"), ("--quick", 2, "arguments: --quick")):
+        done = subprocess.run([sys.executable, "-m", "vllm.dsv4_overlay.selftest", option], capture_output=True,
+                              text=True, env=os.environ | {"PYTHONPATH": str(applied)}, cwd=applied)  # fmt: skip
+        assert done.returncode == status and words in done.stdout + done.stderr, done.stderr[-1000:]
+
+
 @VLLMS_TOO
 def test_a_compressor_that_stores_by_another_name_is_found(monkeypatch):
     """As where vLLM renames the method that the overlay replaces."""

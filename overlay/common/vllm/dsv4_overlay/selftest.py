@@ -10,6 +10,7 @@ worked out in float64 from the definition. Exit status: 1 if a check failed, els
 warning is about a GPU that is not served, or not well.
 """
 
+import argparse
 import hashlib
 import json
 import logging
@@ -147,4 +148,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        "python -m vllm.dsv4_overlay.selftest",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     sys.exit(main())
