@@ -81,8 +81,8 @@ def test_each_series_alone_and_all_together(applied, record, stack, tmp_path, na
     assert engine.ok(tmp_path, *options)["notes"][-1] == "already applied; nothing to do"
     if names != list(stack.releases):
         message = engine.refused("patch-changed", tmp_path)["message"]
-        has, usual = " and ".join(names), " and ".join(stack.releases)
-        assert message.startswith(f"{tmp_path} has {has} applied and not {usual}; run with --revert")
+        has, usual = ", ".join(names), ", ".join(stack.releases)
+        assert message.startswith(f"{tmp_path} has {has} applied, and not {usual}; run with --revert")
     engine.ok(tmp_path, "--revert")
     assert snapshot(tmp_path) == before
 
