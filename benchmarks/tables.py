@@ -120,11 +120,11 @@ def ratios(store: str, what: str) -> list[float]:
     return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values()]
 
 
-def few_heads(store: str, kind: str, form: str = ".2f", numbers: Iterable[int] = FEW) -> str:
-    """FlashMLA's time over ours, with 8 and 16 heads or other `numbers`; `584` is the drop-in over V4's own rows.
-    Of decode, sizes between those of the tables too."""
+def speedup_span(store: str, kind: str, form: str = ".2f", heads: Iterable[int] = FEW) -> str:
+    """FlashMLA's time over ours, with so many heads; `584` is the drop-in over V4's own rows. Of decode, sizes
+    between those of the tables too."""
     found = speedups(store, kind, more=["small"] if kind == "decode" else [])
-    return span((ratio for (_, _, heads), ratio in found.items() if heads in numbers), form)
+    return span((ratio for (_, _, number), ratio in found.items() if number in heads), form)
 
 
 def kl(name: str, pair: str) -> float:
@@ -132,7 +132,7 @@ def kl(name: str, pair: str) -> float:
 
 
 def headline() -> str:
-    full, drop_in = (few_heads(store, "decode", ".1f") for store in ("fp8", "584"))
+    full, drop_in = (speedup_span(store, "decode", ".1f") for store in ("fp8", "584"))
     fp8, share = (span((ratio * 100 - 100 for ratio in ratios(store, "output_throughput")), ".0f")
                   for store in ("fp8", "dropin"))  # fmt: skip
     return (
@@ -192,7 +192,7 @@ def choosing() -> str:
     """What the drop-in and the full-width cache give where each GPU has few heads."""
     rows: dict[str, list[str]] = {}
     for phase in ("decode", "prefill"):
-        rows[f"Attention, {phase}"] = ["1", *(few_heads(store, phase) for store in ("584", "fp8", "bf16"))]
+        rows[f"Attention, {phase}"] = ["1", *(speedup_span(store, phase) for store in ("584", "fp8", "bf16"))]
     own = (span(ratios(store, "output_throughput")) for store in ("dropin", "fp8"))
     title = f"Served tokens a second, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
     rows[title] = ["1", *own, "not measured"]
@@ -211,10 +211,9 @@ def more_heads() -> str:
     rows = []
     for store, title in {"584": "drop-in", "fp8": "full-width, FP8", "bf16": "full-width, BF16"}.items():
         for kind in ("decode", "prefill"):
-            many = few_heads(store, kind, numbers=(64, 128))
             left = (store, kind) == ("584", "prefill")
-            cells = few_heads(store, kind, numbers=(32,)), "left to FlashMLA" if left else many
-            rows.append([f"{title}, {kind}", *cells])
+            many = "left to FlashMLA" if left else speedup_span(store, kind, heads=(64, 128))
+            rows.append([f"{title}, {kind}", speedup_span(store, kind, heads=(32,)), many])
     return markdown(["speed relative to FlashMLA", "32 heads", "64 and 128 heads"], rows)
 
 

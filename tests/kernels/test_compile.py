@@ -76,12 +76,11 @@ def compile_for(program, arch, tmp_path):
     return [int(line.split()[-1]) for line in done.stdout.splitlines()]
 
 
-# The indexer's kernels and slots: a variant a line, with what is not an int32 or a pointer of its kind.
-INDEXER = """
+# The start of a program: compiles a kernel, whose arguments are int32 and pointers to it if nothing else is said.
+CHECK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 arch = int(sys.argv[2])
-from mla_kernels import indexer, slots
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -92,6 +91,11 @@ def check(kernel, warps, constants, **types):
     compiled = compile(ASTSource(kernel, types, constants, aligned), target=GPUTarget("cuda", arch, 32),
                        options=dict(num_warps=warps, num_stages=3))
     print(kernel.fn.__name__, compiled.metadata.shared)
+"""
+
+# The indexer's kernels and slots, a variant a line.
+INDEXER = """
+from mla_kernels import indexer, slots
 
 floats = dict(weights_ptr="*fp32", out_ptr="*fp32", scales_ptr="*fp32")
 paged = dict(scales_ptr=None, starts_ptr=None, FROM_START=False)
@@ -111,25 +115,14 @@ check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))
 
 @ARCHS
 def test_indexer_and_slots_compile(arch, tmp_path):
-    shared = compile_for(INDEXER, arch, tmp_path)
+    shared = compile_for(CHECK + INDEXER, arch, tmp_path)
     assert len(shared) == 10 and max(shared) <= SHARED_MEMORY[arch] * 1024
 
 
 # A variant a line; those that write E4M3 are for GPUs that have it, the others for all.
 OTHERS = """
-import importlib, sys
-sys.path.insert(0, sys.argv[1])
-arch = int(sys.argv[2])
+import importlib
 from mla_kernels import compressor, insert, sparse_index, triton_sparse_mla
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-
-def check(kernel, warps, constants, **types):
-    kind = lambda name: types.get(name, "*i32" if name.endswith("_ptr") else "i32")
-    types = {name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names}
-    compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", arch, 32),
-                       options=dict(num_warps=warps))
-    print(kernel.fn.__name__, compiled.metadata.shared)
 
 floats = "partial_out_ptr", "partial_max_sum_ptr", "sinks_ptr", "max_logits_ptr", "lse_ptr"
 floats = dict.fromkeys(floats, "*fp32")
@@ -155,7 +148,7 @@ if arch >= 89:
 
 @ARCHS
 def test_the_others_compile(arch, tmp_path):
-    shared = compile_for(OTHERS, arch, tmp_path)
+    shared = compile_for(CHECK + OTHERS, arch, tmp_path)
     assert len(shared) == (7 if arch >= 89 else 5) and max(shared) <= 48 * 1024
 
 

@@ -245,7 +245,7 @@ def _decide(additional_config: object) -> None:
         ValueError: they do not, and the variable is 1; or the settings are not those
             that decided. One sentence.
     """
-    global _asked_for, _device
+    global _asked_for
     on = switched_on(additional_config)
     if _asked_for not in (None, on):
         raise ValueError(
@@ -253,9 +253,14 @@ def _decide(additional_config: object) -> None:
             f"model of this process; run the one that has it {'on' if on else 'off'} "
             "in a process of its own."
         )
-    if _asked_for is not None:
-        return
-    _asked_for = on
+    if _asked_for is None:
+        _settle(on)  # or raises, and then for another model of the process too
+        _asked_for = on
+
+
+def _settle(on: bool) -> None:
+    """As `_decide`, for the first model."""
+    global _device
     if not on:
         logger.info(
             "FlashMLA has its sparse calls: %s or %s in --additional-config "
@@ -302,9 +307,7 @@ def _decide(additional_config: object) -> None:
 
 
 def _refuse_if_asked_for(problem: str) -> None:
-    global _asked_for
     if os.environ.get(VARIABLE) == "1":
-        _asked_for = None  # another model of the process is refused too
         raise ValueError(
             f"{VARIABLE}=1 asks for the drop-in, which cannot serve here: {problem}; "
             "without the variable FlashMLA serves where the drop-in cannot."

@@ -42,27 +42,28 @@ def expect(condition: bool, otherwise: str) -> None:
         raise Failed(otherwise)
 
 
+def bounded(what: str, error: torch.Tensor, tolerance: float) -> None:
+    expect(error <= tolerance, f"{what} {error:.1e}, more than {tolerance:.0e}")
+
+
 def relative_error(
     found: torch.Tensor, expected: torch.Tensor, tolerance: float
 ) -> float:
-    error = float((found.cpu().double() - expected).norm() / expected.norm())
-    expect(error <= tolerance, f"relative error {error:.1e}, more than {tolerance:.0e}")
-    return error
+    error = (found.cpu().double() - expected).norm() / expected.norm()
+    bounded("relative error", error, tolerance)
+    return float(error)
 
 
 def attention_error(found: torch.Tensor, expected: torch.Tensor, copies: int) -> float:
     """Of the outputs [tokens, ..., 512] of so many copies of the tokens of
     `expected`."""
-    expected = expected.repeat(copies, *[1] * (expected.dim() - 1))
+    each = found.cpu().double().unflatten(0, (copies, len(expected)))
+    off, size = (each - expected).norm(dim=-1), expected.norm(dim=-1)  # of heads
+    error = off.norm() / size.norm() / copies**0.5
     tolerance = TOLERANCE if copies == 1 else TOLERANCE_OF_COPIES
-    error = relative_error(found, expected, tolerance)
-    of_heads = (found.cpu().double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    worst = float(of_heads.max())
-    expect(
-        worst <= TOLERANCE_OF_HEAD,
-        f"relative error of a head {worst:.1e}, more than {TOLERANCE_OF_HEAD:.0e}",
-    )
-    return error
+    bounded("relative error", error, tolerance)
+    bounded("relative error of a head", (off / size).max(), TOLERANCE_OF_HEAD)
+    return float(error)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
