@@ -22,7 +22,8 @@ from charts import LOAD_FILES, ROWS, kernel_results, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/releases.md", "docs/serving.md")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (
+    "results", "choosing", "releases", "serving", "kernel-notebook")))  # fmt: skip
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
 # Phases of sparse_mla.py, those of decode and those of prefill.
 PHASES = {
@@ -95,12 +96,12 @@ def tiny(value: float | None) -> str:
 
 
 def speedups(
-    store: str, kind: str, gpu: str = "h200", more: Iterable[str] = ()
+    store: str, kind: str, gpu: str = "h200", more: Iterable[str] = (), of: str = "speedup"
 ) -> dict[tuple[str, int, int], float]:
-    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours. `more`
-    phases than the tables have."""
+    """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours, or another
+    field. `more` phases than the tables have."""
     rows = kernel_results(ROOT / "benchmarks/results", gpu)["results"]
-    return {(row["phase"], row["tokens"], row["heads"]): row["speedup"] for row in rows
+    return {(row["phase"], row["tokens"], row["heads"]): row[of] for row in rows
             if row["rows"] == ROWS.get(store, store) and row["phase"] in {*PHASES[kind], *more}}  # fmt: skip
 
 
@@ -145,15 +146,18 @@ def headline() -> str:
 
 
 def attention(
-    calls: Iterable[tuple[str, int]] = (), stores: Iterable[tuple[str, str]] = CACHES.items(), gpu: str = "h200"
+    calls: Iterable[tuple[str, int]] = (),
+    stores: Iterable[tuple[str, str]] = CACHES.items(),
+    gpu: str = "h200",
+    of: str = "speedup",
 ) -> str:
     """All calls, or those of some phases and numbers of tokens."""
     rows: dict[str, dict[int, float]] = {}
     for store, title in stores:
         for kind, titles in PHASES.items():
-            for (phase, tokens, heads), ratio in speedups(store, kind, gpu).items():
+            for (phase, tokens, heads), value in speedups(store, kind, gpu, of=of).items():
                 if not calls or (phase, tokens) in calls:
-                    rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = ratio
+                    rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = value
     heads = sorted({number for by in rows.values() for number in by})
     cells = ([call, *(f"{by[h]:.2f}" if h in by else "" for h in heads)] for call, by in rows.items())
     return markdown(["heads on each GPU", *heads], cells)
@@ -186,6 +190,11 @@ def others() -> str:
 def h100() -> str:
     calls = [*(("decode", tokens) for tokens in (1, 16, 128, 512)), ("prompt", 4096)]
     return attention(calls, (CACHES | STOCK).items(), "h100")
+
+
+def roofline() -> str:
+    """The share of it that the largest calls reach."""
+    return attention([("decode", 512), ("scattered", 4096)], (CACHES | STOCK).items(), of="roofline_share")
 
 
 def choosing() -> str:
@@ -279,6 +288,12 @@ def models_share() -> str:
     names = {"flashmla": "FlashMLA", "drop_in": "drop-in",
              "fp8_experts": "drop-in, `small-kernels`, `fp8-experts`"}  # fmt: skip
     runs = {run: of for name in MODEL_SHARE for run, of in load(name)["runs"].items()}
+    return markdown(speeds_head(runs), speeds(runs, names))
+
+
+def models_glm5() -> str:
+    runs = load("throughput_glm5_8heads_h200_0.33.0")["runs"]
+    names = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
     return markdown(speeds_head(runs), speeds(runs, names))
 
 
@@ -417,9 +432,9 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, accuracy, row_sizes, one_call,
-    models, models_share, models_v32, layouts, serving, serving_share, serving_experts, serving_dspark,
-    serving_steady, serving_long, small_costs, decode_step, steps,
+    headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, roofline, accuracy, row_sizes,
+    one_call, models, models_share, models_v32, models_glm5, layouts, serving, serving_share, serving_experts,
+    serving_dspark, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 
