@@ -63,7 +63,6 @@ import shlex
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ from e2e import (
     SPARSE_MLA_CACHES,
     SPARSE_MLA_ENVIRONMENT,
     STOCK_KERNELS,
+    at_once,
     child_environment,
     compare_full,
     compare_top,
@@ -681,8 +681,7 @@ def main(argv: list[str] | None = None) -> int:
         with lock:  # a command that is ended early leaves what it found
             report()
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run_and_report, runs))
+    at_once(args.jobs, run_and_report, runs)
     results = report()
 
     for name, r in record.items():

@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,7 @@ def positives(text: str) -> list[int]:
 
 def prepare(args: argparse.Namespace) -> None:
     """Make the folders of --out and --work, by default OUT without suffix; end the script now, not after hours, if
-    they cannot be written, or if another command is at work in the second."""
+    they cannot be written, or if another command is at work in the second. SIGTERM ends it as Ctrl-C does."""
     args.work = args.work or args.out.with_suffix("")
     try:
         for folder in (args.out.parent, args.work):
@@ -106,6 +108,7 @@ def prepare(args: argparse.Namespace) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"error: another command is at work in {args.work}; wait for its end, or give another --work.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
 
 
 def check_out(out: Path) -> None:
@@ -241,6 +244,19 @@ def stand_in(name: str) -> None:
     type(current_platform).get_device_capability = classmethod(lambda cls, device_id=0: found)
 
 
+INTERRUPTED = threading.Event()
+
+
+def at_once(jobs: int, run: Callable[[str], None], names: Iterable[str]) -> None:
+    """`run` of each name, so many at a time; when interrupted, `run_child` ends what runs."""
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(run, names))
+        except (KeyboardInterrupt, SystemExit):
+            INTERRUPTED.set()
+            raise
+
+
 def run_child(command: list[str], log_file: Path, env: dict[str, str], timeout: float) -> tuple[Any, float]:
     """Run to the end or to the timeout, with all its processes, showing its `log` lines meanwhile.
 
@@ -254,6 +270,8 @@ def run_child(command: list[str], log_file: Path, env: dict[str, str], timeout: 
         status: Any = None
         try:
             while status is None:
+                if INTERRUPTED.is_set():
+                    sys.exit(1)
                 if time.perf_counter() - start > timeout:
                     status = f"timeout after {timeout} s"
                     break

@@ -62,11 +62,11 @@ import argparse
 import json
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from e2e import (
+    at_once,
     has_sparse_mla,
     kept,
     machine,
@@ -156,8 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         run(base, "reference", gpus[:1])
     if base == args.backend:
         args.steps = [n for n in args.steps if n != "reference"]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run_with_base, args.steps))
+    at_once(args.jobs, run_with_base, args.steps)
     print(report(steps, results["not_run"]))
     print(f"results in {args.out}")
     return 0 if steps[base]["reference"]["ok"] and all(steps[args.backend][n]["ok"] for n in args.steps) else 1

@@ -31,13 +31,12 @@ import re
 import shlex
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import accuracy_e2e
 import numpy as np
-from e2e import log, machine, make_prompts, model_settings, need_gpus, positive, prepare
+from e2e import at_once, log, machine, make_prompts, model_settings, need_gpus, positive, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 WEIGHT_ONLY = ("nvfp4", "autoround")
@@ -152,8 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             runs[name] = found
             report(runs, layouts, here, args)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run_and_report, wanted))
+    at_once(args.jobs, run_and_report, wanted)
     comparisons, rows = report(runs, layouts, here, args)
     for name, record in runs.items():
         state = "ok" if record["ok"] else "FAILED"

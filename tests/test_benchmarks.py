@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -726,6 +727,32 @@ def test_no_gpu(refuses, monkeypatch, script):
 def test_speeds_of_a_gpu_that_others_use(refuses, monkeypatch):
     monkeypatch.setattr(throughput, "processes", lambda gpus: {8, 7} if gpus == ["0"] else set())
     assert "other processes (7, 8) use the GPU" in refuses(throughput)
+
+
+THREE_RUNS = """
+import argparse, os, sys
+from pathlib import Path
+import e2e
+work = Path("work")
+e2e.prepare(argparse.Namespace(out=Path("out.json"), work=work))
+command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+e2e.at_once(2, lambda n: e2e.run_child(command, work / n, dict(os.environ), 60), "012")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_on_the_gpus_by_a_command_that_is_interrupted(tmp_path, number):
+    """Servers of runs that go on would keep their memory, and slow down what is measured next."""
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    command = subprocess.Popen([sys.executable, "-c", THREE_RUNS], cwd=tmp_path, env=environment)
+    logs = [tmp_path / "work" / n for n in "01"]
+    while not all(log.exists() and log.read_text() for log in logs):
+        assert command.poll() is None
+        time.sleep(0.1)
+    command.send_signal(number)
+    assert command.wait(timeout=20)
+    assert not [log for log in logs if Path("/proc", log.read_text().strip()).exists()]
+    assert not (tmp_path / "work" / "2").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
