@@ -24,10 +24,9 @@ from .row_formats import BF16, V4, V32, RowFormat
 PROVIDERS = ("reference", "triton", "sm90")
 # Where the sm90 provider takes no longer than FlashMLA, which runs 64 or 128 heads
 # whatever the model has: {row format: {up to heads: ((from, to) tokens, ...)}}, None
-# for any number. Measured on an H200, and but for packed rows of more than 16 heads on
-# an H100, against FlashMLA of vLLM 0.22.1: benchmarks/results/stock_rows_*.json and
-# small_batches_h200.txt. BF16 rows of 512 were measured in prefill; in small calls
-# they go by those of 576.
+# for any number. Measured on an H200 and on an H100 against FlashMLA of vLLM 0.22.1:
+# benchmarks/results/stock_rows_*.json, and small_batches_h200.txt. BF16 rows of 512
+# were measured in prefill; in small calls they go by those of 576.
 _Spans = tuple[tuple[int, int | None], ...]
 _AS_FAST: dict[str, dict[int, _Spans]] = {
     V4.name: {32: ((0, None),), 128: ((0, 512),)},
