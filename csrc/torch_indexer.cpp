@@ -16,7 +16,7 @@ void request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, Tensor blo
                                 Tensor out) {
   const auto ints = [&](const char* name, const Tensor& x, int64_t dims) {
     require(x.dim() == dims && x.scalar_type() == ScalarType::Int && (x.size(dims - 1) <= 1 || x.stride(dims - 1) == 1),
-            name, " must be int32 of ", dims, " dimensions, the last contiguous, got ", shape(x), ".");
+            name, " must be int32 of ", dims, " dimensions, the last contiguous, got ", described(x), ".");
     require(x.device() == rows.device(), name, " must be on the device of rows.");
     return static_cast<int32_t*>(x.data_ptr());
   };
@@ -60,7 +60,7 @@ void request_rows_to_slots_sm90(Tensor rows, Tensor request_of_token, Tensor blo
 void indexer_topk_sm90(Tensor scores, Tensor lengths, Tensor out) {
   const auto require_rows = [](const char* name, const Tensor& x, ScalarType dtype, const char* dtype_name) {
     require(x.dim() == 2 && x.scalar_type() == dtype && (x.size(1) <= 1 || x.stride(1) == 1), name, " must be ",
-            dtype_name, " of 2 dimensions, the last contiguous, got ", shape(x), ".");
+            dtype_name, " of 2 dimensions, the last contiguous, got ", described(x), ".");
   };
   require_rows("scores", scores, ScalarType::Float, "fp32");
   require_rows("out", out, ScalarType::Int, "int32");

@@ -21,7 +21,7 @@ bool is_index(const Tensor& x) {
 int64_t cache_block_stride(const Tensor& cache, int64_t block_size, bool fp8) {
   const ScalarType dtype = cache.scalar_type();
   require(fp8 ? dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Byte : dtype == ScalarType::BFloat16,
-          "the cache holds ", fp8 ? "E4M3" : "BF16", " rows and cannot be of another dtype.");
+          "the cache holds ", fp8 ? "E4M3" : "BF16", " rows and cannot be ", torch::headeronly::toString(dtype), ".");
   int64_t block = 1;
   bool contiguous = true;
   for (int64_t i = cache.dim() - 1; i >= 1; --i) {
@@ -32,7 +32,7 @@ int64_t cache_block_stride(const Tensor& cache, int64_t block_size, bool fp8) {
           " does not hold blocks of ", block_size, " x 512.");
   const int64_t blocks = cache.size(0);
   require(blocks == 0 || (contiguous && (blocks == 1 || cache.stride(0) >= block)),
-          "a block of the cache must be contiguous and alone.");
+          "a block of the cache must be contiguous and alone, got ", described(cache), ".");
   require(blocks * block_size <= std::numeric_limits<int32_t>::max(), "a cache of ", blocks, " blocks of ",
           block_size, " has 2^31 rows or more.");
   return cache.stride(0);
@@ -43,12 +43,12 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
             int64_t cache_block_size, std::optional<double> fp8_scale = {},
             std::optional<double> q_fp8_scale_inv = {}) {
   require(q.dim() == 3 && q.size(2) == kHeadDim && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
-          "q must be [N, H, 512] bf16, got ", shape(q), ".");
+          "q must be [N, H, 512] bf16, got ", described(q), ".");
   const int64_t num_tokens = q.size(0), num_heads = q.size(1);
   require_heads(num_heads);
   require(num_tokens < (int64_t{1} << 31) / (num_heads + 1), "q has too many tokens: ", num_tokens, ".");
   require(kv.dim() == 2 && kv.size(1) == kHeadDim && kv.stride(1) == 1 && kv.scalar_type() == ScalarType::BFloat16,
-          "kv must be [M, 512] bf16, got ", shape(kv), ".");
+          "kv must be [M, 512] bf16, got ", described(kv), ".");
   require(is_index(slot_mapping), "slot_mapping must be a contiguous int32 or int64 vector.");
   require(is_index(position_ids), "position_ids must be a contiguous int32 or int64 vector.");
   const int64_t num_slots = slot_mapping.size(0);
@@ -56,7 +56,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
           " slots need as many rows of kv (got ", kv.size(0), ") and of q (got ", num_tokens,
           "), and q needs as many positions (got ", position_ids.size(0), ").");
   require(cos_sin_cache.dim() == 2 && cos_sin_cache.size(1) == kRopeDim && cos_sin_cache.stride(1) == 1,
-          "cos_sin_cache must be [max_position, 64], got ", shape(cos_sin_cache), ".");
+          "cos_sin_cache must be [max_position, 64], got ", described(cos_sin_cache), ".");
   const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
   require(cos_sin_dtype == ScalarType::Float || cos_sin_dtype == ScalarType::BFloat16,
           "cos_sin_cache must be fp32 or bf16.");
@@ -72,7 +72,7 @@ void insert(const Tensor& q, const Tensor& q_out, const Tensor& kv, const Tensor
     require_here("q_fp8", q_out);
     require(q_out.dim() == 3 && std::equal(q.sizes().begin(), q.sizes().end(), q_out.sizes().begin()) &&
                 q_out.scalar_type() == ScalarType::Float8_e4m3fn && q_out.stride(2) == 1,
-            "q_fp8 must be ", shape(q), " float8_e4m3fn, got ", shape(q_out), ".");
+            "q_fp8 must be ", shape(q), " float8_e4m3fn, got ", described(q_out), ".");
   }
   if (num_tokens == 0) return;
 

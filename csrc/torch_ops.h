@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <ostream>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -32,12 +33,25 @@ void require(bool condition, const Words&... words) {
   throw std::invalid_argument(message.str());
 }
 
-inline std::string shape(const Tensor& x) {
-  std::ostringstream out;
+// Words of errors, which are put together only if there is one. `described`: where dtype or strides may be wrong too.
+struct Shape {
+  const Tensor& x;
+};
+struct Described {
+  const Tensor& x;
+};
+inline Shape shape(const Tensor& x) { return {x}; }
+inline Described described(const Tensor& x) { return {x}; }
+
+inline std::ostream& operator<<(std::ostream& out, const Shape& of) {
   out << "[";
-  for (int64_t i = 0; i < x.dim(); ++i) out << (i ? ", " : "") << x.size(i);
-  out << "]";
-  return out.str();
+  for (int64_t i = 0; i < of.x.dim(); ++i) out << (i ? ", " : "") << of.x.size(i);
+  return out << "]";
+}
+inline std::ostream& operator<<(std::ostream& out, const Described& of) {
+  out << shape(of.x) << " " << torch::headeronly::toString(of.x.scalar_type()) << " of strides [";
+  for (int64_t i = 0; i < of.x.dim(); ++i) out << (i ? ", " : "") << of.x.stride(i);
+  return out << "]";
 }
 
 inline void require_heads(int64_t heads) {
@@ -50,7 +64,7 @@ inline void require_device(const char* name, const Tensor& x, const Tensor& q) {
 
 inline void require_ints(const char* name, const Tensor& x, int64_t length) {
   require(x.dim() == 1 && x.size(0) == length && x.is_contiguous() && x.scalar_type() == ScalarType::Int, name,
-          " must be [", length, "] int32, contiguous, got ", shape(x), ".");
+          " must be [", length, "] int32, contiguous, got ", described(x), ".");
 }
 
 // Makes a GPU current while it lives, whatever other copies of the CUDA runtime have made current.

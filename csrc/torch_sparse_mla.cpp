@@ -16,7 +16,7 @@ constexpr int64_t kWindow = 128;
 constexpr int64_t kMostColumns = int64_t{1} << 29;
 
 void require_scale(const char* name, const Tensor& x) {
-  require(x.numel() == 1 && x.scalar_type() == ScalarType::Float, name, " must be one fp32 element, got ", shape(x),
+  require(x.numel() == 1 && x.scalar_type() == ScalarType::Float, name, " must be one fp32 element, got ", described(x),
           ".");
 }
 
@@ -47,7 +47,7 @@ float* floats(const std::optional<Tensor>& x) { return x ? static_cast<float*>(x
 Pool pool(const char* name, const Tensor& x, bool fp8) {
   require(x.dim() == 3 && x.size(1) >= 1 && x.size(2) == kHeadDim && x.stride(2) == 1 &&
               x.scalar_type() == (fp8 ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16),
-          name, " must be [pages, page, 512] bf16 or float8_e4m3fn, as the other is, got ", shape(x), ".");
+          name, " must be [pages, page, 512] bf16 or float8_e4m3fn, as the other is, got ", described(x), ".");
   const int64_t bytes = fp8 ? 1 : 2, page = x.stride(0) * bytes, row = x.stride(1) * bytes;
   require(page % 16 == 0 && row % 16 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0, name,
           " must have rows that start at multiples of 16 bytes.");
@@ -59,16 +59,16 @@ void sparse_mla_sm90(Tensor q, Tensor swa, Tensor compressed, Tensor indices, Te
                      Tensor out, std::optional<Tensor> sinks, std::optional<Tensor> bmm1_tensor,
                      std::optional<Tensor> bmm2_tensor, double bmm1, double bmm2) {
   require(is_heads(q) && (q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Float8_e4m3fn),
-          "q must be [tokens, heads, 512] bf16 or float8_e4m3fn, got ", shape(q), ".");
+          "q must be [tokens, heads, 512] bf16 or float8_e4m3fn, got ", described(q), ".");
   const int64_t tokens = q.size(0), heads = q.size(1);
   require(tokens < int64_t{1} << 24, "q has too many tokens: ", tokens, ".");
   require_heads(heads);
   require(is_heads(out) && out.size(0) == tokens && out.size(1) == heads && out.scalar_type() == ScalarType::BFloat16,
-          "out must be ", shape(q), " bf16, got ", shape(out), ".");
+          "out must be ", shape(q), " bf16, got ", described(out), ".");
   require(indices.dim() == 2 && indices.size(0) == tokens && indices.size(1) >= kWindow && indices.size(1) % 4 == 0 &&
               indices.size(1) <= kMostColumns && indices.stride(1) == 1 &&
               indices.scalar_type() == ScalarType::Int,
-          "indices must be [", tokens, ", 128 to 2^29, a multiple of 4] int32, got ", shape(indices), ".");
+          "indices must be [", tokens, ", 128 to 2^29, a multiple of 4] int32, got ", described(indices), ".");
   require_ints("topk_lens", topk_lens, tokens);
   require_ints("visible", visible, tokens);
   require(!sinks || (sinks->dim() == 1 && sinks->size(0) == heads && sinks->is_contiguous() &&
@@ -129,7 +129,7 @@ KeySource key_source(const Tensor& cache, const Tensor& indices, const std::opti
               (is_bf16 ? dtype == ScalarType::BFloat16
                        : dtype == ScalarType::Float8_e4m3fn ||
                              (row.is_packed && (dtype == ScalarType::Byte || dtype == ScalarType::Char))),
-          "a cache must be [blocks, block_size, ", row.bytes, " bytes], got ", shape(cache), ".");
+          "a cache must be [blocks, block_size, ", row.bytes, " bytes], got ", described(cache), ".");
   const int64_t block = cache.stride(0) * itemsize, stride = cache.stride(1) * itemsize;
   require(!row.is_packed || cache.size(1) == 1 || stride == row.bytes, "a block of packed rows must be in one piece.");
   require(block % 16 == 0 && (row.is_packed || stride % 16 == 0) &&
@@ -137,7 +137,7 @@ KeySource key_source(const Tensor& cache, const Tensor& indices, const std::opti
           "a cache must have blocks and rows that start at multiples of 16 bytes.");
   require(indices.dim() == 2 && indices.size(0) == tokens && (indices.stride(1) == 1 || indices.size(1) <= 1) &&
               indices.scalar_type() == ScalarType::Int && indices.size(1) <= kMostColumns,
-          "indices must be [", tokens, ", columns, up to 2^29] int32, got ", shape(indices), ".");
+          "indices must be [", tokens, ", columns, up to 2^29] int32, got ", described(indices), ".");
   const bool is_v4 = format == RowFormat::kV4;
   // Where in a block the scales of its 584-byte rows are, kernels count in 32 bits.
   require(cache.size(1) < (int64_t{1} << (is_v4 ? 22 : 31)), "a block has too many rows: ", cache.size(1), ".");
@@ -160,12 +160,12 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
   call.format = static_cast<RowFormat>(format);
   const int64_t dims = kRowShapes[format].dims;
   require(q.dim() == 3 && q.size(2) == dims && q.stride(2) == 1 && q.scalar_type() == ScalarType::BFloat16,
-          "q must be [tokens, heads, ", dims, "] bf16, got ", shape(q), ".");
+          "q must be [tokens, heads, ", dims, "] bf16, got ", described(q), ".");
   const int64_t tokens = q.size(0), heads = q.size(1);
   require(tokens < int64_t{1} << 24, "q has too many tokens: ", tokens, ".");
   require_heads(heads);
   require(is_heads(out) && out.size(0) == tokens && out.size(1) == heads && out.scalar_type() == ScalarType::BFloat16,
-          "out must be [", tokens, ", ", heads, ", 512] bf16, got ", shape(out), ".");
+          "out must be [", tokens, ", ", heads, ", 512] bf16, got ", described(out), ".");
   require(is_aligned(q, 2) && is_aligned(out, 2), "q and out must have heads that start at multiples of 16 bytes.");
   require(extra_cache.has_value() == extra_indices.has_value() && (extra_cache || !extra_lengths),
           "a second cache and its indices go together.");
@@ -210,10 +210,12 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
   Tensor workspace;  // freed before the kernels have run, for whatever comes after them on the stream
   on_current_stream(q, [&](cudaStream_t stream) {
     int64_t bytes = 0;
+    std::optional<OnDevice> again;
     if (const cudaError_t error = sparse_mla_rows_workspace(call, &bytes); error != cudaSuccess) return error;
     if (bytes > 0) {
       workspace = torch::stable::new_empty(q, {bytes}, ScalarType::Byte);
       call.workspace = workspace.data_ptr();
+      again.emplace(q.get_device_index());  // torch has made the GPU current that it takes for that
     }
     return launch_sparse_mla_rows(call, stream);
   });

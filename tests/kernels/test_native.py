@@ -393,7 +393,7 @@ refuse(native_kernel("sparse_mla_sm90"), good, (
     (3, ints(2, 192).long(), "indices must be [2, 128 to 2^29, a multiple of 4] int32"),
     (3, ints(192, 2).T, "indices must be [2, 128 to 2^29"),
     (4, ints(3), "topk_lens must be [2] int32"),
-    (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous"),
+    (4, ints(4)[::2], "topk_lens must be [2] int32, contiguous, got [2] Int of strides [2]."),
     (5, ints(2).long(), "visible must be [2] int32"),
     (6, rows(2, 7, 512), "out must be [2, 8, 512] bf16"),
     (6, heads.float(), "out must be [2, 8, 512] bf16"),
@@ -420,19 +420,19 @@ good = [q, packed, ints(2, 70), ints(2), packed, ints(2, 9), ints(2), heads, flo
 refuse(attend, good, (
     (11, 5, "there is no row format 5."),
     (11, -1, "there is no row format -1."),
-    (11, 2, "q must be [tokens, heads, 512] bf16, got [2, 8, 576]."),
-    (11, 4, "a cache must be [blocks, block_size, 1152 bytes], got [4, 64, 656]."),
+    (11, 2, "q must be [tokens, heads, 512] bf16, got [2, 8, 576]"),
+    (11, 4, "a cache must be [blocks, block_size, 1152 bytes], got [4, 64, 656]"),
     (0, q.half(), "q must be [tokens, heads, 576] bf16"),
     (0, rows(2, 576, 8).mT, "q must be [tokens, heads, 576] bf16"),
     (0, rows(2, 129, 576), "q must have 1 to 128 heads, got 129."),
     (0, rows(2, 8, 580)[..., :576], "q and out must have heads that start at multiples of 16 bytes"),
     (0, rows(1, 8, 576).expand(1 << 24, 8, 576), "q has too many tokens: 16777216."),
-    (1, packed[..., :640], "a cache must be [blocks, block_size, 656 bytes], got [4, 64, 640]."),
+    (1, packed[..., :640], "a cache must be [blocks, block_size, 656 bytes], got [4, 64, 640]"),
     (1, packed.half(), "a cache must be [blocks, block_size, 656 bytes]"),
-    (1, packed[:, :0], "a cache must be [blocks, block_size, 656 bytes], got [4, 0, 656]."),
+    (1, packed[:, :0], "a cache must be [blocks, block_size, 656 bytes], got [4, 0, 656]"),
     (1, packed.view(2, 128, 656)[:, ::2], "a block of packed rows must be in one piece."),
     (1, packed.view(-1)[8 : 8 + 656].view(1, 1, 656), "a cache must have blocks and rows that start at"),
-    (2, ints(3, 70), "indices must be [2, columns, up to 2^29] int32, got [3, 70]."),
+    (2, ints(3, 70), "indices must be [2, columns, up to 2^29] int32, got [3, 70]"),
     (2, ints(2, 70).long(), "indices must be [2, columns, up to 2^29] int32"),
     (2, ints(70, 2).T, "indices must be [2, columns, up to 2^29] int32"),
     (3, ints(3), "lengths must be [2] int32"),
@@ -441,7 +441,7 @@ refuse(attend, good, (
     (5, None, "a second cache and its indices go together."),
     (6, ints(0), "there are lengths for 0 of 2 tokens."),
     (6, ints(3), "there are lengths for 3 of 2 tokens."),
-    (7, rows(2, 8, 576), "out must be [2, 8, 512] bf16, got [2, 8, 576]."),
+    (7, rows(2, 8, 576), "out must be [2, 8, 512] bf16, got [2, 8, 576]"),
     (7, rows(2, 8, 516)[..., :512], "q and out must have heads that start at multiples of 16 bytes"),
     (8, floats(7), "sinks must be contiguous fp32 for each head."),
     (8, floats(16)[::2], "sinks must be contiguous fp32 for each head."),
@@ -468,7 +468,7 @@ refuse(attend, one, ((1, block, "a block has too many rows: 4194304."), (1, bloc
 slots = native_kernel("request_rows_to_slots_sm90")
 good = [ints(2, 96), ints(3), ints(4, 8), 64, ints(2), ints(5), ints(2, 96)]
 refuse(slots, good, (
-    (0, ints(2, 96).long(), "rows must be int32 of 2 dimensions, the last contiguous, got [2, 96]."),
+    (0, ints(2, 96).long(), "rows must be int32 of 2 dimensions, the last contiguous, got [2, 96] Long of"),
     (0, ints(96), "rows must be int32 of 2 dimensions"),
     (0, ints(96, 2).T, "rows must be int32 of 2 dimensions, the last contiguous"),
     (0, ints(1, 1 << 24), "rows are too many: [1, 16777216]."),
@@ -488,7 +488,7 @@ slots(ints(0, 96), *good[1:6], ints(0, 96))
 topk = native_kernel("indexer_topk_sm90")
 good = [floats(2, 96), ints(2), ints(2, 512)]
 refuse(topk, good, (
-    (0, rows(2, 96), "scores must be fp32 of 2 dimensions, the last contiguous, got [2, 96]."),
+    (0, rows(2, 96), "scores must be fp32 of 2 dimensions, the last contiguous, got [2, 96] BFloat16"),
     (0, floats(96, 2).T, "scores must be fp32 of 2 dimensions, the last contiguous"),
     (0, floats(2, 262145), "scores have 262145 columns, and must have 262144 at most."),
     (0, floats(3, 96), "out must be [3, 8191 at most], got [2, 512]."),
