@@ -112,12 +112,23 @@ def sparse_mla_sm90(call: SparseMLACall) -> None:
 
 def attend_sm90(call: SparseAttention) -> None:
     """Write `call.out`, and `call.max_logits` and `call.lse` where they are asked for,
-    over rows of any format.
+    over rows of any format; for calls as FlashMLA's have them.
 
-    Raises ValueError where rows or heads do not start at multiples of 16 bytes,
-    RuntimeError without the native library or on another GPU.
+    Raises ValueError where rows or heads do not start at multiples of 16 bytes, and for
+    what only `sparse_mla_sm90` takes: `visible`, `base` and `out_scale`. RuntimeError
+    without the native library or on another GPU.
     """
     _require_library(call.query.device)
+    # The operator has no such arguments: without this they would have no effect.
+    if (
+        call.visible is not None
+        or not isinstance(call.out_scale, float)
+        or call.out_scale != 1.0
+        or any(pool.base for pool in call.pools)
+    ):
+        raise ValueError(
+            "attend_sm90 takes no visible, out_scale or base; call sparse_mla_sm90."
+        )
     sources = [
         part for pool in call.pools for part in (pool.cache, pool.indices, pool.lengths)
     ]
