@@ -1,4 +1,4 @@
-// What the Hopper attention kernels share: instructions by name, and how they are launched.
+// What all kernels share: instructions by name, most of them Hopper's, and how kernels are launched.
 #pragma once
 
 #include <cuda_bf16.h>

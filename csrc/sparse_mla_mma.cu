@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_mla_mma_kernel(const __gri
   if (is_split) cluster_arrive();
   touch(p);
   // Only pairs of groups sort items by length. One group takes no more items than there are blocks, or items over BF16
-  // rows, of which V3.2 picks the same number for each token.
+  // rows. Of these V3.2 picks the same number for each token, but for a prompt's first ones; V4's prefills do not.
   const auto order = [&](int group) {
     if constexpr (BLOCK == MmaBlock::kShared)
       return Halves{p.items, group};

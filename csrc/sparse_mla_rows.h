@@ -84,7 +84,8 @@ struct M64Division {
 constexpr int kM64MaxParts = 8;
 constexpr int64_t kM64PartBytes = 64 * (512 * 2 + 512 / 16 * 2 + 3 * 4);
 
-// 64 heads a block, heads on M; one block an SM. Not of kE4M3, nor of calls whose sources have offsets.
+// 64 heads a block, heads on M; one block an SM. Not of kE4M3, nor of calls whose sources have offsets, whose scales
+// are in memory or, over packed rows, that ask for the largest score.
 cudaError_t launch_sparse_mla_m64_rows(const SparseMlaRows& call, const M64Division& division, int sms,
                                        cudaStream_t stream);
 

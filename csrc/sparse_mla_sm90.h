@@ -48,7 +48,8 @@ struct SparseMla {
   bool keep_outputs = false;  // in the L2 cache; set by launch_sparse_mla_sm90
 };
 
-// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the two below, or the one in sparse_mla_rows.h.
+// Limits: 1 to 128 heads, tokens below 2^24. Picks one of the two below, or launch_sparse_mla_mma() of
+// sparse_mla_rows.h.
 cudaError_t launch_sparse_mla_sm90(SparseMla call, cudaStream_t stream);
 
 // 16 or 32 heads a block, heads on N; one block an SM, or `split`: two blocks share a token's keys.

@@ -7,7 +7,7 @@ namespace mla {
 namespace wgmma {
 
 inline constexpr int kOutputThreads = 256;
-// Weights are relative to a guess of the maximum: the larger of the first two scores, and a margin.
+// Weights are relative to a guess of the maximum: the larger score of a tile's rows 0 and 8, and a margin.
 inline constexpr float kMargin = 4.f;
 
 // Scores are of rows g and g + 8 of the warp's sixteen: of each eight heads, numbered n, a thread has those of heads 2t
@@ -98,7 +98,8 @@ struct Pipeline : Thread<PARAMS> {
 
   // ---------------------------------------------------------------- the maximum, by the warpgroup of the scores
 
-  // What the first two scores suggest; a real maximum is searched for when a score is far above it.
+  // What the scores of rows 0 and 8 suggest, of which one at least exists; a real maximum is searched for when a score
+  // is far above it.
   template <int N>
   __device__ __forceinline__ void guess_maximum(float (&s)[N], float2* maximum, int lane) const {
     if (warp % 4 == 0 && lane / 4 == 0)
