@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mla_kernels import insert, interface, native
+from mla_kernels import flash_mla, insert, interface, native
 from test_insert import BAD_ARGUMENTS, OPERATORS, Case
 
 REPO = Path(__file__).parents[2]
@@ -247,13 +247,14 @@ def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch,
         torch.cuda, "get_device_capability",
         lambda device: kinds[f"cuda:{device}" if isinstance(device, int) else str(device)],
     )  # fmt: skip
-    caches = native.load_for, interface._pick_provider
+    caches = native.load_for, interface._pick_provider, flash_mla.pick_provider
     for cache in caches:
         cache.cache_clear()
     try:
         assert [native.load(torch.device(gpu)) for gpu in kinds] == [False, True, True]
         assert [interface.pick_provider(gpu)[0] for gpu in kinds] == ["triton", "sm90", "triton"]
         assert interface.pick_provider("cuda")[0] == "sm90"  # the current one
+        assert [flash_mla.pick_provider(torch.device(gpu)) for gpu in kinds] == ["triton", "sm90", "triton"]
     finally:
         for cache in caches:
             cache.cache_clear()
