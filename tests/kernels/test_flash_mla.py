@@ -584,8 +584,9 @@ def test_the_number_of_rows_selects_no_kernel(monkeypatch):
     assert len(kinds) == 1
 
 
-def test_the_scale_of_a_call_without_one(device):
-    case = Case("656", device, scale=576**-0.5)
+@pytest.mark.parametrize("packed, dim", [("584", 512), ("656", 576)])
+def test_the_scale_of_a_call_without_one(device, packed, dim):
+    case = Case(packed, device, scale=dim**-0.5)
     want = case.run("reference")[0]
     case.scale = None
     assert torch.equal(case.run("reference")[0], want)
