@@ -768,6 +768,8 @@ def test_spans_of_what_is_served():
             assert {1, 512, 4096} <= tokens
             assert all(first < last <= 512 for first, last in spans if last is not None)
             assert {size for span in spans for size in span} <= tokens | {0, None}
+            for _, last in spans:
+                assert last is None or [flash_mla.serves(rows, heads, last + n) for n in (0, 1)] == [True, False]
 
 
 def test_small_batches_that_were_measured_as_slower_are_not_served():
