@@ -618,6 +618,7 @@ def bytes_(*shape):
         (dict(q=torch.zeros(2, 8, 576, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
         (dict(q=torch.zeros(2, 1, 8, 640, dtype=BF16)), "q must be [batch, q_len, heads, 512 or 576]"),
         (dict(q=torch.zeros(2, 1, 129, 576, dtype=BF16)), "1 to 128 heads"),
+        (dict(q=torch.zeros(2, 1, 0, 576, dtype=BF16)), "1 to 128 heads"),
         (dict(q=torch.zeros(2, 1, 8, 576)), "q must be torch.bfloat16"),
         (dict(q=torch.zeros(2, 1, 576, 8, dtype=BF16).mT), "the last dimension of q must be contiguous"),
         (dict(k_cache=bytes_(4, 64, 1, 584)), "k_cache must be [blocks, block_size, 1, 656] .* a q of 576"),
@@ -625,6 +626,8 @@ def bytes_(*shape):
         (dict(k_cache=torch.zeros(4, 64, 1, 656, dtype=BF16)), "k_cache must be"),
         (dict(k_cache=bytes_(4, 64, 1, 660)[..., :656]), "a block of k_cache must be in one piece"),
         (dict(k_cache=bytes_(4 * 64 * 656 + 2)[2:].view(4, 64, 1, 656)), "a multiple of 4 bytes"),
+        (dict(k_cache=bytes_(4, 64 * 656 + 2)[:, :-2].view(4, 64, 1, 656)), "a multiple of 4 bytes"),
+        (dict(k_cache=bytes_(5, 64, 656).as_strided((4, 64, 1, 656), (64 * 656, 656, 656, 2))), "in one piece"),
         (dict(indices=ints(2, 2, 64)), "indices must be torch.int32 [2, 1, 64]"),
         (dict(indices=ints(2, 1, 64).long()), "indices must be torch.int32 [2, 1, 64]"),
         (dict(indices=ints(2, 64, 3).mT[:, :1]), "the last dimension of indices must be contiguous"),
@@ -635,7 +638,9 @@ def bytes_(*shape):
         (dict(extra_k_cache=bytes_(4, 64, 1, 656)), "extra_k_cache needs extra_indices_in_kvcache"),
         (dict(extra_indices_in_kvcache=ints(2, 1, 64)), "extra_indices_in_kvcache is of an extra_k_cache"),
         (dict(extra_topk_length=ints(2)), "extra_topk_length is of an extra_k_cache"),
+        (dict(extra_k_cache=bytes_(4, 64, 1, 584), extra_indices_in_kvcache=ints(2, 1, 9)), "extra_k_cache must"),
         (dict(topk_length=ints(2).to("meta")), "on q's device cpu, topk_length is on meta"),
+        (dict(indices=ints(2, 1, 64).to("meta")), "on q's device cpu, indices is on meta"),
         (dict(provider="fastest"), "no provider 'fastest'"),
     ],
 )
@@ -663,6 +668,7 @@ def test_refusals_of_decode(change, message):
         (dict(topk_length=ints(3)), "topk_length must be torch.int32 [2]"),
         (dict(attn_sink=torch.zeros(16)[::2]), "attn_sink must be contiguous"),
         (dict(out=torch.zeros(2, 8, 512)), "out must be torch.bfloat16 [2, 8, 512]"),
+        (dict(indices=ints(2, 1, 64).to("meta")), "on q's device cpu, indices is on meta"),
     ],
 )
 def test_refusals_of_prefill(change, message):
