@@ -557,8 +557,9 @@ def test_the_decision_is_made_once(hopper, monkeypatch, log):
 
 def test_layers_on_another_gpu_of_the_process_are_stock(hopper, monkeypatch):
     """What serves was checked on the first, and calls on the other go to FlashMLA as they are."""
-    assert drop_in.padded_heads(8, 64) == 8
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert drop_in.padded_heads(8, 64) == 8 and drop_in._device == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert drop_in.padded_heads(8, 64) == 64
 
 
