@@ -486,7 +486,7 @@ def test_a_drop_in_that_is_asked_for_serves_or_the_server_stops(why, problem, ho
             drop_in.padded_heads(8, 64)
 
 
-@pytest.mark.parametrize("where", ["variable", "config", "name"])
+@pytest.mark.parametrize("where", ["variable", "config", "number", "name"])
 def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper, monkeypatch):
     if where == "variable":
         monkeypatch.setenv(drop_in.VARIABLE, "off")
@@ -496,8 +496,8 @@ def test_a_setting_that_is_neither_is_refused_before_weights_load(where, hopper,
         options = "dsv4_drop_in, dsv4_scales and dsv4_fp8_experts"
         sentence = rf"^--additional-config has no option dsv4_dropin; .* are {options}\.$"
     else:
-        hopper.additional_config[drop_in.SETTING] = "false"
-        sentence = r"^dsv4_drop_in in --additional-config is 'false'; it may be true, or false, [^.]*\.$"
+        value = hopper.additional_config[drop_in.SETTING] = 0 if where == "number" else "false"
+        sentence = rf"^dsv4_drop_in in --additional-config is {value!r}; it may be true, or false, [^.]*\.$"
     for _ in range(2):
         with pytest.raises(ValueError, match=sentence):
             drop_in.padded_heads(8, 64)
