@@ -233,15 +233,17 @@ def test_calls_of_vllm_are_served(kind, heads, ops, stock, served):
         assert found[0].data_ptr() == kwargs["out"].data_ptr()
 
 
+@pytest.mark.parametrize("heads", [8, 100])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_narrowed_but_is_not_served_is_padded_for_flashmla(kind, ops, stock, served, monkeypatch):
+def test_what_was_narrowed_but_is_not_served_is_padded_for_flashmla(kind, heads, ops, stock, served, monkeypatch):
     """The layer gives few heads, and this call is FlashMLA's none the less."""
     monkeypatch.setattr(drop_in, "_narrow", True)
     monkeypatch.setattr(flash_mla, "serves", lambda *_: False)
-    name, args, kwargs = call_of(kind, 8, stock.FlashMLASchedMeta())
-    wanted = expected(name, args, kwargs)
-    found = getattr(ops, name)(*args, **kwargs)
-    assert len(stock.calls) == 1
+    name, args, kwargs = call_of(kind, heads, stock.FlashMLASchedMeta())
+    wanted, newer = expected(name, args, kwargs), object()
+    found = getattr(ops, name)(*args, **kwargs, newer=newer)
+    ((_, given),) = stock.calls
+    assert given["newer"] is newer
     assert_close(found, wanted)
     if "out" in kwargs:
         assert found[0].data_ptr() == kwargs["out"].data_ptr()
