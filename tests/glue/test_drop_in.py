@@ -327,6 +327,55 @@ def test_what_is_not_served_goes_on_argument_for_argument(why, kind, ops, stock,
         assert level == "once" and "too many rows" in line
 
 
+@pytest.fixture
+def theirs(stock, monkeypatch):
+    """FlashMLA takes any call, and returns this."""
+    for function in ("_with_kvcache", "_sparse_fwd"):
+        monkeypatch.setattr(stock, function, lambda *_, **__: "theirs")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("narrow, heads", [(False, 8), (True, 64), (True, 128)])
+def test_only_what_a_layer_narrowed_is_padded(narrow, heads, kind, ops, stock, served, theirs, monkeypatch):
+    """A copy of q takes time."""
+    monkeypatch.setattr(drop_in, "_narrow", narrow)
+    monkeypatch.setattr(flash_mla, "serves", lambda *_: False)
+    name, args, kwargs = call_of(kind, heads, stock.FlashMLASchedMeta())
+    assert getattr(ops, name)(*args, **kwargs) == "theirs"
+    assert untouched(stock, args, kwargs)
+
+
+@pytest.mark.parametrize("change", [dict(causal=True), dict(num_splits=torch.zeros(3).int()), dict(head_dim_v=576),
+                                    dict(is_fp8_kvcache=False)])  # fmt: skip
+def test_an_option_that_we_do_not_have_is_flashmla_s(change, ops, stock, served, theirs):
+    name, args, kwargs = call_of("v4 decode", 64, stock.FlashMLASchedMeta())
+    kwargs |= change
+    assert getattr(ops, name)(*args, **kwargs) == "theirs"
+    assert untouched(stock, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [False, True])
+def test_positional_arguments(more, kind, ops, stock, served, theirs):
+    """One more than are known is FlashMLA's, and not dropped."""
+    name, args, kwargs = call_of(kind, 8, stock.FlashMLASchedMeta())
+    parameters = list(inspect.signature(getattr(flash_mla, name)).parameters.values())
+    order = [parameter for parameter in parameters if parameter.name not in ("enable_batch_invariant", "provider")]
+    given = dict(zip([parameter.name for parameter in order], args, strict=False)) | kwargs
+    args = tuple(given.get(parameter.name, parameter.default) for parameter in order) + (object(),) * more
+    found = getattr(ops, name)(*args)
+    assert untouched(stock, args, {}) and found == "theirs" if more else not stock.calls
+
+
+@pytest.mark.parametrize("q", [None, torch.zeros(4, 576, dtype=BF16), torch.zeros(4, 1, 8, 1, 576, dtype=BF16)])
+@pytest.mark.parametrize("kind", ["v3.2 decode", "v3.2 prefill with lengths"])
+def test_what_is_no_query_is_flashmla_s_to_refuse(kind, q, ops, stock, served, theirs):
+    name, args, kwargs = call_of(kind, 64, stock.FlashMLASchedMeta())
+    args, kwargs = ((q, *args[1:]), kwargs) if args else (args, kwargs | {"q": q})
+    assert getattr(ops, name)(*args, **kwargs) == "theirs"
+    assert untouched(stock, args, kwargs)
+
+
 @pytest.mark.parametrize("kind, rows", [("v4 decode", "v4"), ("v4 prefill", "bf16"), ("v4.1 prefill", "bf16"),
                                         ("v3.2 decode", "v32"), ("v3.2 prefill", "bf16-576")])  # fmt: skip
 def test_a_call_goes_by_what_was_measured_of_its_rows(kind, rows, ops, stock, served, monkeypatch):
