@@ -37,7 +37,7 @@ LAYER = next(
 )
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
-HEADS, PADDING, SCALE, TOPK = 8, 2, 512**-0.5, 32
+HEADS, PADDING, SCALE, TOPK = 8, 2, 0.06, 32  # not the scale of a call without one
 # (tokens before this step, tokens of this step): two decodes, a chunk with a prefix that is longer than the window
 # and whose end is a compressed row of either ratio, one like it at the first such row, a first chunk.
 MIXED = ((150, 1), (7, 1), (252, 4), (125, 3), (0, 9))
