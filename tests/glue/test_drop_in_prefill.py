@@ -274,6 +274,20 @@ def refuse(*_):
     raise ValueError("too many rows")
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_step_that_is_captured_is_vllm_s(captured, served, monkeypatch):
+    """The graph would attend to this step's rows for ever."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    step = Step(monkeypatch, 1, CASES["one"])
+    with override_forward_context(SimpleNamespace(attn_metadata=step.metadata, additional_kwargs={})):
+        given = step.layer, step.q.as_subclass(OnGPU), torch.empty_like(step.q), None, step.window
+        assert drop_in.prefill(*given) is not captured
+
+
 @pytest.mark.parametrize("heads", [16, 32])
 def test_more_heads_are_read_in_place(heads, served, monkeypatch):
     step = Step(monkeypatch, 4, FEW, heads)
