@@ -288,9 +288,7 @@ class _Arguments:
         if not condition:
             raise ValueError(f"{self.function}: {sentence}")
 
-    def tensor(
-        self, name: str, dtype: torch.dtype, *shape: int, contiguous: bool = False
-    ) -> None:
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> None:
         """The tensor `name`, if there is one."""
         x = self.tensors[name]
         if x is None:
@@ -299,10 +297,10 @@ class _Arguments:
             x.dtype == dtype and x.shape == shape,
             f"{name} must be {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}.",
         )
-        what = name if contiguous else f"the last dimension of {name}"
         self.require(
-            x.is_contiguous() if contiguous else x.stride(-1) == 1 or x.shape[-1] <= 1,
-            f"{what} must be contiguous, strides are {x.stride()}.",
+            x.stride(-1) == 1 or x.shape[-1] <= 1,
+            f"the last dimension of {name} must be contiguous, strides are "
+            f"{x.stride()}.",
         )
 
     def query(self, dims: int) -> tuple[int, ...]:
@@ -377,7 +375,7 @@ def _validate_decode(
     )
     batch, q_len, heads, head_dim = check.query(dims=4)
     rows = V4 if head_dim == 512 else V32
-    check.tensor("attn_sink", torch.float32, heads, contiguous=True)
+    check.tensor("attn_sink", torch.float32, heads)
     check.tensor("out", torch.bfloat16, batch, q_len, heads, VALUE_DIM)
     pools = [("k_cache", "indices", "topk_length")]
     extra = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
@@ -396,7 +394,7 @@ def _validate_decode(
     for cache, indices, length in pools:
         check.cache(cache, rows, head_dim)
         check.tensor(indices, torch.int32, batch, q_len, tensors[indices].shape[-1])
-        check.tensor(length, torch.int32, batch, contiguous=True)
+        check.tensor(length, torch.int32, batch)
     check.one_device()
 
 
@@ -406,7 +404,7 @@ def _validate_prefill(tensors: dict, d_v: int) -> None:
     tokens, heads, head_dim = check.query(dims=3)
     check.tensor("kv", torch.bfloat16, tensors["kv"].shape[0], 1, head_dim)
     check.tensor("indices", torch.int32, tokens, 1, tensors["indices"].shape[-1])
-    check.tensor("topk_length", torch.int32, tokens, contiguous=True)
-    check.tensor("attn_sink", torch.float32, heads, contiguous=True)
+    check.tensor("topk_length", torch.int32, tokens)
+    check.tensor("attn_sink", torch.float32, heads)
     check.tensor("out", torch.bfloat16, tokens, heads, VALUE_DIM)
     check.one_device()
