@@ -337,6 +337,18 @@ def test_another_release_checked_out_by_force(engine, tmp_path, whole):
         path: found[2:] for path, found in clean.items()}  # fmt: skip
 
 
+def test_an_edit_that_was_committed_is_not_left_behind(engine, tmp_path):
+    """Its lines call what --revert would take away."""
+    target = make_target(tmp_path / "t", "git")
+    engine.ok(target)
+    with (target / "vllm/config.py").open("ab") as file:
+        file.write(b"mine = 1\n")
+    git(target, "commit", "-q", "-a", "-m", "mine")
+    before = snapshot(target)
+    assert refused(engine, "edited-since-apply", target, "--revert")["path"] == "vllm/config.py"
+    assert snapshot(target) == before
+
+
 def test_vllm_upgraded_under_an_applied_overlay(engine, tmp_path):
     target = make_target(tmp_path / "t", "git")
     engine.ok(target)
@@ -456,6 +468,32 @@ def test_an_original_that_is_gone_or_damaged(engine, target):
     for mode in ([], ["--check"], ["--status"], ["--revert"]):  # what cannot be taken off is not "applied"
         assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
         assert engine(target, *mode)[1]["state"] == "drifted"
+
+
+@pytest.mark.parametrize("name", ["originals/notes.txt", "staged/notes.txt"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_of_somebody_else_beside_what_we_keep(engine, target, name, whole):
+    """Of an apply that is whole, or was interrupted."""
+    engine.ok(target)
+    stranger = target / "vllm/_dsv4_overlay" / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("mine")
+    if not whole:
+        (target / "vllm/_dsv4_overlay/record.json").rename(target / "vllm/_dsv4_overlay/journal.json")
+    before = snapshot(target)
+    assert refused(engine, "file-in-the-way", target, "--revert")["path"] == f"vllm/_dsv4_overlay/{name}"
+    assert snapshot(target) == before
+
+
+def test_an_original_that_is_damaged_is_not_put_back(engine, target):
+    """By a run that was interrupted."""
+    engine.ok(target)
+    (target / "vllm/_dsv4_overlay/record.json").rename(target / "vllm/_dsv4_overlay/journal.json")
+    (target / "vllm/_dsv4_overlay/originals/vllm%2Fconfig.py.orig").write_bytes(b"")
+    before = snapshot(target)
+    for mode in ([], ["--revert"]):
+        assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
+        assert snapshot(target) == before
 
 
 def test_a_file_of_somebody_else_in_our_folder(engine, target):
