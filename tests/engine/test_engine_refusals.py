@@ -629,32 +629,48 @@ def test_an_error_on_the_way_puts_everything_back(engine, tmp_path, monkeypatch,
 # ---------------------------------------------------------------- the series itself
 
 OTHER = PRISTINE["vllm/crlf.py"]
+# What is bad -> a patch that is so, and what is said of it.
 BAD = {
-    "new file": b"--- /dev/null\n+++ b/vllm/new.py\n@@ -0,0 +1 @@\n+x\n",
-    "deleted": b"--- a/vllm/crlf.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n",
-    "renamed": b"--- a/vllm/crlf.py\n+++ b/vllm/other.py\n@@ -1 +1 @@\n-x\n+y\n",
-    "mode": b"diff --git a/vllm/tool.sh b/vllm/tool.sh\nold mode 100755\nnew mode 100644\n",
-    "outside vllm": b"--- a/setup.py\n+++ b/setup.py\n@@ -1 +1 @@\n-x\n+y\n",
-    "climbing": b"--- a/vllm/../x.py\n+++ b/vllm/../x.py\n@@ -1 +1 @@\n-x\n+y\n",
-    "state folder": diff("vllm/_dsv4_overlay/x", b"x\n", b"y\n"),
-    "short": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1,3 +1,3 @@\n-a = 1\r\n+b\n",
-    "garbage": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +1 @@\nwhat\n",
-    "wrong place": b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +2 @@\n-a = 1\r\n+b\r\n",
-    "doubled": diff("vllm/noeol.py", b"a\n", b"b\n"),
-    "unpinned": diff("vllm/sub/__init__.py", b"", b"b\n"),
-    "trailing": diff("vllm/crlf.py", OTHER, OTHER + b"d = 4\r\n") + b"\n\n",
+    "new file": (b"--- /dev/null\n+++ b/vllm/new.py\n@@ -0,0 +1 @@\n+x\n", "is created or deleted"),
+    "deleted": (b"--- a/vllm/crlf.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n", "is created or deleted"),
+    "renamed": (
+        b"--- a/vllm/crlf.py\n+++ b/vllm/other.py\n@@ -1 +1 @@\n-x\n+y\n",
+        "are not a/PATH and b/PATH of one file",
+    ),
+    "mode": (b"diff --git a/vllm/tool.sh b/vllm/tool.sh\nold mode 100755\nnew mode 100644\n", "a change of mode"),
+    "mode and lines": (
+        b"diff --git a/vllm/crlf.py b/vllm/crlf.py\nold mode 100644\nnew mode 100755\n"
+        + diff("vllm/crlf.py", b"a\n", b"b\n"),
+        "a change of mode",
+    ),
+    "outside vllm": (b"--- a/setup.py\n+++ b/setup.py\n@@ -1 +1 @@\n-x\n+y\n", "is not a plain path below vllm/"),
+    "climbing": (
+        b"--- a/vllm/../x.py\n+++ b/vllm/../x.py\n@@ -1 +1 @@\n-x\n+y\n",
+        "is not a plain path below vllm/",
+    ),
+    "state folder": (diff("vllm/_dsv4_overlay/x", b"x\n", b"y\n"), "belongs to the tool"),
+    "short": (b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1,3 +1,3 @@\n-a = 1\r\n+b\n", "not a unified diff"),
+    "garbage": (b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +1 @@\nwhat\n", "not a unified diff"),
+    "wrong place": (b"--- a/vllm/crlf.py\n+++ b/vllm/crlf.py\n@@ -1 +2 @@\n-a = 1\r\n+b\r\n", "is out of place"),
+    "doubled": (diff("vllm/noeol.py", b"a\n", b"b\n"), "is already touched by config.patch"),
+    "unpinned": (diff("vllm/sub/__init__.py", b"", b"b\n"), "disagree about vllm/sub/__init__.py"),
+    "trailing": (
+        diff("vllm/crlf.py", OTHER, OTHER + b"d = 4\r\n") + b"\n\n",
+        "a hunk has more lines than its first line says",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_series(engine, tmp_path, what):
     folder = engine.root / SERIES
-    (folder / "bad.patch").write_bytes(header(["vllm/crlf.py"]) + b"\n" + BAD[what])
+    patch, words = BAD[what]
+    (folder / "bad.patch").write_bytes(header(["vllm/crlf.py"]) + b"\n" + patch)
     (folder / "series").write_text("config.patch\nrest.patch\nbad.patch\n")
     target = make_target(tmp_path / "t", "source")
     before = snapshot(target)
     message = engine.refused("bad-series", target)["message"]
-    assert "bad.patch" in message or "sub/__init__" in message
+    assert words in message and ("bad.patch" in message or "sub/__init__" in message)
     assert snapshot(target) == before
 
 
@@ -679,6 +695,8 @@ def edit_pins(folder, old, new):
         lambda folder: (folder / "release.toml").write_text("release = "),
         lambda folder: (folder / "release.toml").write_text('release = "1.0.0"\n'),
         lambda folder: edit_pins(folder, "[files]", "files = 'none'\n[other]"),
+        lambda folder: edit_pins(folder, "[files]", "[files]\n'vllm/sub/__init__.py' = ''"),
+        lambda folder: edit_pins(folder, 'release = "1.0.0"', 'release = "0.9.9"'),
         lambda folder: edit_pins(folder, "[relied_on]", "[[relied_on]]"),
         lambda folder: edit_pins(folder, '[also."0.9.9"]', "also = 1\n[other]"),
         lambda folder: edit_pins(folder, "[relied_on]", "[relied_on]\n'vllm/config.py' = ''"),
