@@ -59,6 +59,16 @@ def test_revert_gives_every_byte_back(engine, target, kind):
         assert git(target, "status", "--porcelain") == ""
 
 
+def test_revert_leaves_no_folder_of_what_python_compiled(engine, target):
+    before = snapshot(target)
+    engine.ok(target)
+    for folder in ("vllm/dsv4", "vllm/dsv4/deep"):
+        (target / folder / "__pycache__").mkdir()
+        (target / folder / "__pycache__/__init__.cpython-311.pyc").touch()
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
 def test_tags_and_files_of_ones_own(engine, tmp_path):
     target = make_target(tmp_path / "tree", "git")
     git(target, "commit", "-q", "--allow-empty", "-m", "mine")
