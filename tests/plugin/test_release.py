@@ -11,6 +11,8 @@ from building import run
 from process import CALLERS, FIRST_V4, SPARSE
 
 V4 = "vllm.models.deepseek_v4.nvidia.flashmla"
+V41 = "vllm.models.deepseek_v41.nvidia.flashmla"
+LESS = {"v4": 0, "v41": 1, "v32": 2, "bf16": 3}  # heads that `narrow` takes away, to tell who asked
 SMALL = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -48,7 +50,7 @@ def narrow(site, tmp_path_factory):
     folder = shutil.copytree(site, tmp_path_factory.mktemp("narrow") / "site")
     with (folder / "vllm_dsv4_overlay/dsv4_overlay/drop_in.py").open("a") as file:
         file.write("\n\ndef padded_heads(heads, stock, rows='v4'):\n"
-            "    return min(heads, stock) // (2 if rows == 'v41' else 1)\n")
+            f"    return min(heads, stock) - {LESS}[rows]\n")
         file.write("\nASKED = []\n\n\ndef prefill(*given):\n    ASKED.extend(given)\n    return given[1] == 'q'\n")
     return folder
 
@@ -68,9 +70,11 @@ def test_it_is_set(trees, narrow, release):
     here = answer["here"]
     assert is_set(here) and here["cuda"] is False
     assert SPARSE in here["modules"] and (V4 in here["modules"]) != (FIRST_V4 in here["modules"])
-    assert ("vllm.models.deepseek_v41.nvidia.flashmla" in here["modules"]) == (release >= "0.30")
-    padded = [heads for found in here["heads"].values() for heads in found.values()]
-    assert len(padded) >= 3 and set(padded) == ({16, 8} if release >= "0.30" else {16})
+    assert (V41 in here["modules"]) == (release >= "0.30")
+    assert here["heads"].pop(SPARSE) == {"fp8_decode_padded_heads": 14, "prefill_padding": 13}
+    of_v4 = "padded_heads" if FIRST_V4 in here["modules"] else "get_padded_num_q_heads"
+    v41 = {V41: {of_v4: 15}} if release >= "0.30" else {}
+    assert here["heads"] == {FIRST_V4 if FIRST_V4 in here["modules"] else V4: {of_v4: 16}} | v41
     offered = ["layer", "q", "output", "attn_metadata", "swa_metadata"]
     taken = here["prefills"].pop(V4 if V4 in here["modules"] else FIRST_V4)
     assert taken == [["drop-in", *offered], ["vLLM", "layer", "left", *offered[2:]]]
