@@ -463,6 +463,7 @@ CASES = [
     ("wide", {}, " has at most 128 heads on a GPU, and this model has 256; raise --tensor-parallel-size."),
     ("rotated", {}, f"{SERVED}GlmMoeDsaForCausalLM is none."),
     ("llama", {}, f"{SERVED}LlamaForCausalLM is none."),
+    ("dense", {}, f"{SERVED}DeepseekV3ForCausalLM is none."),
     ("sinks", {}, f"{SERVED}DeepseekV32ForCausalLM is none."),
 ]  # fmt: skip
 if NEWER:
