@@ -603,6 +603,15 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
     sparse_mla.verify_config(config)
 
 
+@pytest.mark.parametrize(
+    "options, rows", [({}, 0), (None, 0), ({"sparse_mla_prefill": "workspace"}, 5 * 40)], ids=str
+)
+def test_the_workspace_is_on_request(options, rows):
+    config = settings("in_place")
+    config.additional_config = options
+    assert sparse_mla.workspace_rows(config) == rows
+
+
 NO_ROPE = (
     "serves rows without RoPE (GLM-5.3-Flash) only where DeepGEMM computes the indexer's scores, and that does "
     "not serve this GPU (compute capability 8.6)."
