@@ -399,6 +399,21 @@ def test_scores_are_compiled_before_requests_wait(monkeypatch, width, deep_gemm)
     assert launched == [(FP8, (1, 32, 128), FP8, width, False)] * (not deep_gemm)
 
 
+@pytest.mark.skipif(not NEWER, reason="0.22.1 has a constructor of its own, which other tests call")
+def test_a_layer_is_ready_before_requests_wait(workspace, monkeypatch):
+    """The workspace is there when memory is measured, and scores are compiled."""
+
+    def init(self, *args):
+        self.head_size, self.topk_indices_buffer = 576, torch.zeros(1, TOPK)
+
+    monkeypatch.setattr(sparse_mla_backend.SparseMLACommonImpl, "__init__", init)
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("workspace"))
+    warmed = []
+    monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", lambda device, width: warmed.append(width))
+    sparse_mla_backend.SparseMLAImpl()
+    assert workspace == [(200, 576)] and warmed == [1]
+
+
 def test_chunks_of_prefills():
     """Prefills follow each other until the next does not fit; decodes have no part in it."""
     batch = Batch("auto")
