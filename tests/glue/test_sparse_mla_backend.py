@@ -195,19 +195,25 @@ def test_slots_over_packed_blocks(cache_dtype, width, prefill, workspace, monkey
 
 @pytest.mark.skipif(not NEWER, reason="0.22.1 builds the metadata of every draft")
 @pytest.mark.parametrize(
-    "prefill, gpus, supported", [("in_place", 1, True), ("in_place", 2, False), ("workspace", 1, False)]
-)
-def test_drafts_in_a_graph(prefill, gpus, supported, monkeypatch):
+    "prefill, gpus, interleave, supported, decode",
+    [("in_place", 1, 1, True, 3), ("in_place", 2, 1, False, 3), ("in_place", 2, 16, False, 1),
+     ("workspace", 1, 1, False, 3)],
+)  # fmt: skip
+def test_drafts_in_a_graph(prefill, gpus, interleave, supported, decode, monkeypatch):
+    """Two drafts are decoded, but where vLLM cannot say of each token which GPU has what it sees."""
+
     def init(self, spec, layers, config, device):
         self.vllm_config, self.dcp_world_size = config, gpus
 
     theirs = sparse_mla_backend.SparseMLACommonMetadataBuilder
     monkeypatch.setattr(theirs, "__init__", init)
-    monkeypatch.setattr(theirs, "_init_reorder_batch_threshold", lambda *args, **kwargs: None)
     config = settings(prefill)
-    config.parallel_config.cp_kv_cache_interleave_size = 1
+    config.attention_config = SimpleNamespace(hisparse_config=None)
+    config.parallel_config.decode_context_parallel_size = gpus
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
     builder = sparse_mla_backend.SparseMLAMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
     assert builder.supports_draft_decode_metadata_update is supported
+    assert builder.reorder_batch_threshold == decode
     # Captured while each of three requests had two tokens; replayed with one each, whose owners are found anew.
     metadata = SimpleNamespace(
         query_start_loc=torch.arange(4, dtype=torch.int32),
@@ -247,6 +253,7 @@ def test_decode_context_parallelism(cache_dtype, width, gpus, interleave):
     impl.scale, impl.topk_indices_buffer, impl.index_group = SCALE, batch.picked, None
     impl.dcp_world_size, impl.need_to_return_lse_for_decode = gpus, True
     assert BACKEND.supports_dcp() and impl.can_return_lse_for_decode and impl.lse_base_on_e
+    assert impl.supports_dcp and impl.supports_mtp_with_cp_non_trivial_interleave_size
     for impl.dcp_rank in range(gpus):
         share = Share(batch, gpus, impl.dcp_rank, interleave)
         metadata = SimpleNamespace(
