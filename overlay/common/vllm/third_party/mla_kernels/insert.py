@@ -22,7 +22,7 @@ Shapes, with N tokens, H in 1..128 heads and S <= N slots:
 - `slot_mapping` [S] int32 or int64, in units of cache rows: block * cache_block_size +
   row. A slot outside the cache, be it negative or too large, writes nothing. Tokens
   from S on are padding: their Q is processed, their KV is not.
-- `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`.
+- `position_ids` [>= N] int32 or int64, rows of `cos_sin_cache`, which is not checked.
 - `cos_sin_cache` [max_position, 64] fp32 or bf16: 32 cosines, then 32 sines.
 - `fp8_scale` float, rounded to fp32: what a stored E4M3 value is multiplied with to
   give the KV back.
