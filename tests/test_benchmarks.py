@@ -1,6 +1,7 @@
 """The arithmetic that judges end-to-end runs; the runs themselves need a GPU."""
 
 import fcntl
+import functools
 import json
 import math
 import os
@@ -744,7 +745,9 @@ e2e.at_once(2, lambda n: e2e.run_child(command, work / n, dict(os.environ), 60),
 def test_nothing_is_left_on_the_gpus_by_a_command_that_is_interrupted(tmp_path, number):
     """Servers of runs that go on would keep their memory, and slow down what is measured next."""
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
-    command = subprocess.Popen([sys.executable, "-c", THREE_RUNS], cwd=tmp_path, env=environment)
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # even if a shell began this with &
+    arguments = [sys.executable, "-c", THREE_RUNS]
+    command = subprocess.Popen(arguments, cwd=tmp_path, env=environment, preexec_fn=heeded)
     logs = [tmp_path / "work" / n for n in "01"]
     while not all(log.exists() and log.read_text() for log in logs):
         assert command.poll() is None
