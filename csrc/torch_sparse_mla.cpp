@@ -210,12 +210,10 @@ void sparse_mla_rows_sm90(Tensor q, Tensor cache, Tensor indices, std::optional<
   Tensor workspace;  // freed before the kernels have run, for whatever comes after them on the stream
   on_current_stream(q, [&](cudaStream_t stream) {
     int64_t bytes = 0;
-    std::optional<OnDevice> again;
     if (const cudaError_t error = sparse_mla_rows_workspace(call, &bytes); error != cudaSuccess) return error;
     if (bytes > 0) {
       workspace = torch::stable::new_empty(q, {bytes}, ScalarType::Byte);
       call.workspace = workspace.data_ptr();
-      again.emplace(q.get_device_index());  // torch has made the GPU current that it takes for that
     }
     return launch_sparse_mla_rows(call, stream);
   });
