@@ -93,7 +93,7 @@ def positives(text: str) -> list[int]:
 
 def prepare(args: argparse.Namespace) -> None:
     """Make the folders of --out and --work, by default OUT without suffix; end the script now, not after hours, if
-    they cannot be written, or if another command is at work in the second. SIGTERM ends it as Ctrl-C does."""
+    they cannot be written, or if another command is at work in the second."""
     args.work = args.work or args.out.with_suffix("")
     try:
         for folder in (args.out.parent, args.work):
@@ -108,6 +108,11 @@ def prepare(args: argparse.Namespace) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"error: another command is at work in {args.work}; wait for its end, or give another --work.")
+    end_by_sigterm()
+
+
+def end_by_sigterm() -> None:
+    """As by Ctrl-C: what the script has started ends too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
 
 

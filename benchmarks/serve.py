@@ -78,7 +78,7 @@ REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
 sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
-from e2e import DROP_IN, STOCK_KERNELS, check_out, json_object, machine, positive  # noqa: E402
+from e2e import DROP_IN, STOCK_KERNELS, check_out, end_by_sigterm, json_object, machine, positive  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
 from serve_cases import Case, Run, add_options, add_runs, cases  # noqa: E402
 from serve_report import TRACE, attention_share, row_of, table  # noqa: E402
@@ -518,7 +518,7 @@ def main() -> None:
     if measured and asked.exists() and json.loads(asked.read_text()) != question:
         stop(f"{args.work} holds measurements of something else ({asked}); give another --work.")
     write(asked, question)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated; the same command goes on."))
+    end_by_sigterm()
     for first in range(0, len(args.runs), args.together):
         measure(args, args.runs[first : first + args.together])
     result = collect(args, question["machine"])

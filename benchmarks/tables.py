@@ -22,8 +22,14 @@ from charts import LOAD_FILES, ROWS, kernel_results, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in (
-    "results", "choosing", "releases", "serving", "kernel-notebook")))  # fmt: skip
+PAGES = (
+    "README.md",
+    "docs/results.md",
+    "docs/choosing.md",
+    "docs/releases.md",
+    "docs/serving.md",
+    "docs/kernel-notebook.md",
+)
 BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->\n)", re.DOTALL)
 # Phases of sparse_mla.py, those of decode and those of prefill.
 PHASES = {
@@ -95,7 +101,7 @@ def tiny(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}".replace("e-0", "e-")
 
 
-def speedups(
+def by_call(
     store: str, kind: str, gpu: str = "h200", more: Iterable[str] = (), of: str = "speedup"
 ) -> dict[tuple[str, int, int], float]:
     """Of a cache or of rows, in decode or prefill: (phase, tokens, heads) -> FlashMLA's time over ours, or another
@@ -124,7 +130,7 @@ def ratios(store: str, what: str) -> list[float]:
 def speedup_span(store: str, kind: str, form: str = ".2f", heads: Iterable[int] = FEW) -> str:
     """FlashMLA's time over ours, with so many heads; `584` is the drop-in over V4's own rows. Of decode, sizes
     between those of the tables too."""
-    found = speedups(store, kind, more=["small"] if kind == "decode" else [])
+    found = by_call(store, kind, more=["small"] if kind == "decode" else [])
     return span((ratio for (_, _, number), ratio in found.items() if number in heads), form)
 
 
@@ -155,7 +161,7 @@ def attention(
     rows: dict[str, dict[int, float]] = {}
     for store, title in stores:
         for kind, titles in PHASES.items():
-            for (phase, tokens, heads), value in speedups(store, kind, gpu, of=of).items():
+            for (phase, tokens, heads), value in by_call(store, kind, gpu, of=of).items():
                 if not calls or (phase, tokens) in calls:
                     rows.setdefault(f"{title}, {titles[phase].format(tokens)}", {})[heads] = value
     heads = sorted({number for by in rows.values() for number in by})

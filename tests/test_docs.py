@@ -114,7 +114,7 @@ def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
         "b": {"runs": {"FlashMLA": {"concurrency": {"256": run}}, "FP8": {"concurrency": {"256": run}}}},
     }
     monkeypatch.setattr(tables, "load", results.get)
-    assert tables.speedups("fp8", "decode") == {("decode", 1, 8): 2.0, ("mixed", 128, 8): 3.0}
+    assert tables.by_call("fp8", "decode") == {("decode", 1, 8): 2.0, ("mixed", 128, 8): 3.0}
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
