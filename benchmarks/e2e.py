@@ -170,7 +170,10 @@ def child_environment(**changes: str) -> dict[str, str]:
     """The environment of a process that runs vLLM on behalf of a script in this folder."""
     env = dict(os.environ)
     env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
-    env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")  # NVLink multicast: not there on every virtual machine
+    # NVLink multicast: not there on every virtual machine, where vLLM 0.33.0 may wait for ever for its first sum.
+    env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    env.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    env.setdefault("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "trtllm")
     env.pop("VLLM_DSV4_PROVIDER", None)
     here = str(Path(__file__).resolve().parent)
     env["PYTHONPATH"] = os.pathsep.join(p for p in (here, env.get("PYTHONPATH")) if p)

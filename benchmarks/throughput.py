@@ -94,6 +94,7 @@ from e2e import (
     visible_gpus,
 )
 from gpu_watch import Watch, processes
+from serve_report import attention_share
 
 # The models made here, and into how many GPUs' shares they can be divided.
 MADE = {"flash": 8, "v3.2": 16, "glm-5": 8}
@@ -117,6 +118,7 @@ ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUES
                **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
+PROFILED_STEPS = 8
 DSPARK_DRAFTS = 5  # tokens that V4-Flash-0731 drafts a step
 LEAST_CONTEXT = 2304
 # Of the tokens that dummy weights write: experts are chosen by them, and a model of NaN writes one token alone.
@@ -224,6 +226,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     batches = job["batches"]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(batches)}
     weights = {"load_format": "auto"} if job["weights"] else DUMMY_WEIGHTS
+    profiler = {"profiler": "torch", "torch_profiler_dir": job["profile"], "torch_profiler_with_stack": False}
     return dict(
         model=job["model"],
         skip_tokenizer_init=True,
@@ -239,6 +242,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         seed=0,
         # Beside others: vLLM only checks that this share is free, as the cache's size is given.
         **({"gpu_memory_utilization": 0.05} if job["lock"] else {}),
+        **({"profiler_config": profiler | {"ignore_frontend": True}} if job["profile"] else {}),
         **weights,
         **(RUNS | ON_REQUEST | SPARSE_RUNS)[kind(job["run"])],
     )
@@ -351,6 +355,10 @@ def child(job: dict[str, Any]) -> None:
         }  # fmt: skip
         save()
         log(f"decode {batch}: {rate:.0f} tokens/s, {1e3 * batch / rate:.2f} ms a step")
+    if job["profile"]:
+        llm.start_profile()
+        tokens_of(PROFILED_STEPS)
+        llm.stop_profile()
     engine.abort_request(running)
     save(done=True)
     held.close()
@@ -421,6 +429,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
+    parser.add_argument("--profile", action="store_true", help="also kernels of a decode step, at the least batch")
     parser.add_argument("--lock", type=Path, help="start beside others; measure with this file locked")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -476,6 +485,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "kv_gib": args.kv_gib,
         "out": str(args.work / f"{run}.json"),
         "lock": args.lock and str(args.lock.absolute()),
+        "profile": str((args.work / f"{run}-profile").absolute()) if args.profile else None,
     }
 
 
@@ -516,6 +526,8 @@ def main(argv: list[str] | None = None) -> int:
         with Watch() as watch:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
+        if job["profile"] and found["ok"]:
+            found["decode_step"] = attention_share(Path(job["profile"]))
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         found["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")
