@@ -170,7 +170,8 @@ def child_environment(**changes: str) -> dict[str, str]:
     """The environment of a process that runs vLLM on behalf of a script in this folder."""
     env = dict(os.environ)
     env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
-    # NVLink multicast: not there on every virtual machine, where vLLM 0.33.0 may wait for ever for its first sum.
+    # Sums of ranks by NVLink multicast: not there on every virtual machine. vLLM 0.33.0's by FlashInfer (mnnvl)
+    # hung with two of these scripts on the same GPUs.
     env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     env.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
     env.setdefault("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "trtllm")

@@ -51,20 +51,28 @@ GOODPUT = ("request_goodput", "good prompts a second", 1.0)
 
 
 def attention_share(folder: Path) -> dict[str, Any]:
-    """GPU time of a decode step and what of it is attention, from rank 0's trace, with all kinds of kernels, the
-    launches of each, and the longest kernels."""
+    """Kernels of a decode step, from rank 0's newest trace in `folder`."""
     traces = sorted(folder.glob(TRACE))
     if not traces:
         sys.exit(f"error: the profiler left no trace in {folder}.")
-    with gzip.open(traces[-1]) as file:
+    return decode_step(traces[-1])
+
+
+def decode_step(trace: Path) -> dict[str, Any]:
+    """GPU time of a decode step and what of it is attention, with all kinds of kernels, the launches of each, and
+    the longest kernels. A kernel that waits on the GPU for the one before it counts from its own start, so that
+    `kernels_us` can be more than `busy_us`, in which any kernel ran."""
+    with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     # vLLM marks each step with what is in it.
     steps = [e["name"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("execute_")]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if not steps or not kernels:
-        sys.exit(
-            f"error: {traces[-1]} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again."
-        )
+        sys.exit(f"error: {trace} has {len(steps)} steps and {len(kernels)} kernels; remove it to profile again.")
+    busy = end = 0.0
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        busy += max(0.0, event["ts"] + event["dur"] - max(event["ts"], end))
+        end = max(end, event["ts"] + event["dur"])
     times: dict[str, float] = {}
     kinds = {kind: [0.0, 0.0] for kind in (*KINDS, OTHER)}
     for event in kernels:
@@ -78,6 +86,7 @@ def attention_share(folder: Path) -> dict[str, Any]:
     longest = sorted(times, key=lambda name: -times[name])[:12]
     return {
         "steps": dict(collections.Counter(steps)),
+        "busy_us": round(busy / len(steps), 1),
         "kernels_us": round(total, 1),
         "attention_us": round(attention, 1),
         "share": round(attention / total, 4),

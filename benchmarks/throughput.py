@@ -39,8 +39,9 @@ without it as DeepSeek's has: two such results, with the memory of weights that 
 `v3.2` and `glm-5` have these models' sizes with --layers layers, 3 of them dense, and FP8 weights. --share-of N is
 what one of N tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the
 vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 leaves 8; of GLM-5, 8 leaves 8. With
-too few layers a decode step waits for the CPU, and attention does not show. Embeddings are seeded: tokens spread
-over the experts even by routers of near-zero weights.
+too few layers a decode step waits for the CPU, and attention does not show. --profile tells: it adds the kernels
+of 8 steps of each batch by torch's profiler (`step`; in `busy_us` any of them ran). Embeddings are seeded: tokens
+spread over the experts even by routers of near-zero weights.
 
 With --lock FILE several commands start beside each other, each with a --work of its own, and one at a time
 measures; lock the file with flock(1) until all have started. They may share OUT. --timeout and the clocks are of
@@ -94,7 +95,7 @@ from e2e import (
     visible_gpus,
 )
 from gpu_watch import Watch, processes
-from serve_report import attention_share
+from serve_report import TRACE, decode_step
 
 # The models made here, and into how many GPUs' shares they can be divided.
 MADE = {"flash": 8, "v3.2": 16, "glm-5": 8}
@@ -355,10 +356,10 @@ def child(job: dict[str, Any]) -> None:
         }  # fmt: skip
         save()
         log(f"decode {batch}: {rate:.0f} tokens/s, {1e3 * batch / rate:.2f} ms a step")
-    if job["profile"]:
-        llm.start_profile()
-        tokens_of(PROFILED_STEPS)
-        llm.stop_profile()
+        if job["profile"]:
+            llm.start_profile()
+            tokens_of(PROFILED_STEPS)
+            llm.stop_profile()
     engine.abort_request(running)
     save(done=True)
     held.close()
@@ -429,7 +430,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
-    parser.add_argument("--profile", action="store_true", help="also kernels of a decode step, at the least batch")
+    parser.add_argument("--profile", action="store_true", help="also kernels of the decode steps")
     parser.add_argument("--lock", type=Path, help="start beside others; measure with this file locked")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -527,7 +528,9 @@ def main(argv: list[str] | None = None) -> int:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         if job["profile"] and found["ok"]:
-            found["decode_step"] = attention_share(Path(job["profile"]))
+            traces = sorted(Path(job["profile"]).glob(TRACE))[-len(args.batches) :]
+            for batch, trace in zip(reversed(args.batches), traces, strict=True):
+                found["decode"][str(batch)]["step"] = decode_step(trace)
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         found["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")

@@ -604,6 +604,35 @@ def test_throughput_beside_others(tmp_path, monkeypatch):
         throughput.main(asked)
 
 
+def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
+    """The traces of this start, in the order in which batches are measured; older ones are another's."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(throughput, "processes", lambda gpus: set())
+    rate = {"tokens_per_second": 1.0}
+
+    def run_child(command, *_):
+        job = json.loads(Path(command[-1]).read_text())
+        assert throughput.engine_arguments(job)["profiler_config"]["torch_profiler_dir"] == job["profile"]
+        Path(job["profile"]).mkdir(parents=True)
+        for number in (1, 2, 3):
+            (Path(job["profile"]) / f"rank0.{number}.pt.trace.json.gz").touch()
+        decode = {batch: rate.copy() for batch in ("16", "4")}
+        Path(job["out"]).write_text(json.dumps({"prefill": rate, "decode": decode, "ok": True}))
+        return 0, 1.0
+
+    monkeypatch.setattr(throughput, "run_child", run_child)
+    monkeypatch.setattr(throughput, "collect", lambda job, *_: json.loads(Path(job["out"]).read_text()))
+    monkeypatch.setattr(throughput, "decode_step", lambda trace: trace.name.split(".")[1])
+    asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json"), "--runs", "drop_in", "--batches", "4,16"]
+    assert throughput.main([*asked, "--profile"]) == 0
+    decode = json.loads((tmp_path / "x.json").read_text())["runs"]["drop_in"]["decode"]
+    assert {batch: of["step"] for batch, of in decode.items()} == {"16": "2", "4": "3"}
+    assert "profiler_config" not in throughput.engine_arguments(
+        throughput.make_job(throughput.parse_args(asked), "drop_in", None)
+    )
+
+
 def test_one_at_a_time_has_the_lock(tmp_path):
     with throughput.locked(tmp_path / "lock"), open(tmp_path / "lock") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -482,7 +482,9 @@ def test_share_of_attention(tmp_path):
     import serve_report
 
     kernels = {"void sparse_mla_wgmma_kernel<true, 16>(Params)": 24.0, "nvjet_gemm": 40.0, "insert_kernel": 16.0}
-    events = [{"cat": "kernel", "name": name, "dur": time} for name, time in kernels.items()]
+    # The second waits for the first while it runs already; the third comes later.
+    events = [{"cat": "kernel", "name": name, "dur": time, "ts": start}
+              for (name, time), start in zip(kernels.items(), (100.0, 116.0, 300.0), strict=True)]  # fmt: skip
     events += [{"cat": "cpu_op", "name": "sparse_mla", "dur": 9.0}, {"name": "no kernel either"}]
     step = "execute_context_0(0)_generation_16(16)"
     events += [{"cat": cat, "name": step, "dur": 9.0} for cat in ["user_annotation"] * 8 + ["gpu_user_annotation"]]
@@ -491,6 +493,7 @@ def test_share_of_attention(tmp_path):
             json.dump({"traceEvents": found}, file)
     found = serve_report.attention_share(tmp_path)
     assert (found["kernels_us"], found["attention_us"], found["share"]) == (10.0, 3.0, 0.3)
+    assert found["busy_us"] == (56 + 16) / 8
     assert found["steps"] == {step: 8}
     kinds = {kind: tuple(of.values()) for kind, of in found["kinds"].items() if of["launches"]}
     assert kinds == {"attention": (3.0, 0.1), "compressors and inserts": (2.0, 0.1), "BF16 products": (5.0, 0.1)}
@@ -533,7 +536,8 @@ def test_kinds_of_kernels(tmp_path, kernel, kind):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import serve_report
 
-    events = [{"cat": "kernel", "name": kernel, "dur": 2.0}, {"cat": "user_annotation", "name": "execute_1"}]
+    events = [{"cat": "user_annotation", "name": "execute_1"}]
+    events += [{"cat": "kernel", "name": kernel, "dur": 2.0, "ts": 1.0}]
     with gzip.open(tmp_path / "a_rank0.1.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     kinds = serve_report.attention_share(tmp_path)["kinds"]
