@@ -50,6 +50,7 @@ STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 SHARE = ("serve_share_h200",)
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
+DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
 EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
 # Of serve_report.KINDS, what a step has besides products, experts and mHC.
 SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
@@ -57,6 +58,7 @@ CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
+V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
 # Checkpoints by how they are quantised, as make_mini_checkpoint.py names them.
@@ -299,8 +301,7 @@ def models_share() -> str:
 
 def models_glm5() -> str:
     runs = load("throughput_glm5_8heads_h200_0.33.0")["runs"]
-    names = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
-    return markdown(speeds_head(runs), speeds(runs, names))
+    return markdown(speeds_head(runs), speeds(runs, V32_AND_FA3))
 
 
 def models_v32() -> str:
@@ -309,6 +310,30 @@ def models_v32() -> str:
     for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
         rows += speeds(runs, {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()})
     return markdown(speeds_head(runs), rows)
+
+
+def models_v32_8heads() -> str:
+    """A table for each cache, as other batches were measured."""
+    tables = []
+    for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
+        files = (f"throughput_v32_8heads_{store}_{of}_h200" for of in ("stock", "small"))
+        runs = {run: of for file in files for run, of in load(file)["runs"].items()}
+        names = {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()}
+        tables.append(markdown(speeds_head(runs), speeds(runs, names)))
+    return "\n".join(tables)
+
+
+def models_v32_fa3() -> str:
+    """Tokens a second in two runs, and the kernels of a step of 1 in the second."""
+    runs = [load(f"throughput_v32_8heads_{of}h200_0.33.0")["runs"] for of in ("first_", "")]
+    rows = []
+    for run, name in V32_AND_FA3.items():
+        calls = [of[run]["decode"] | {"0": of[run]["prefill"]} for of in runs]
+        cells = [", ".join(f"{call[n]['tokens_per_second']:.0f}" for call in calls) for n in sorted(calls[0], key=int)]
+        step = runs[1][run]["decode_step"]
+        rows.append([name, *cells, f"{step['kernels_us'] / 1e3:.2f}"])
+    head = speeds_head(runs[0])[:-1]
+    return markdown([*head, "kernels of a step of 1, ms"], rows)
 
 
 def layouts() -> str:
@@ -367,6 +392,10 @@ def serving_dspark() -> str:
     return of_servers(DSPARK)
 
 
+def serving_dspark_in_turns() -> str:
+    return of_servers(DSPARK_IN_TURNS)
+
+
 def lengths(loads: Iterable[str], name: str) -> str:
     """By lengths of prompts and answers, of some of LOAD_FILES; `name` is what ours are called."""
     rows = []
@@ -423,7 +452,7 @@ def decode_step() -> str:
 def steps() -> str:
     """The largest mean KL of decode steps that each step of features_e2e.py measured."""
     found: dict[str, dict[str, float | None]] = {}
-    drop_in = [f"features_drop_in_{of}" for of in ("h200", "32heads_h200x4", "shared_h200", "h200_1bcf04f")]
+    drop_in = [f"features_drop_in_{of}" for of in ("h200", "32heads_h200x4", "tp4_h200x4", "h200_1bcf04f")]
     for result in map(load, ("features_h200", "features_h200x4", *drop_in)):
         for store, steps_of_store in result["steps"].items():
             for step, ran in steps_of_store.items():
@@ -439,8 +468,9 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, roofline, accuracy, row_sizes,
-    one_call, models, models_share, models_v32, models_glm5, layouts, serving, serving_share, serving_experts,
-    serving_dspark, serving_steady, serving_long, small_costs, decode_step, steps,
+    one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts, serving,
+    serving_share, serving_experts, serving_dspark, serving_dspark_in_turns, serving_steady, serving_long,
+    small_costs, decode_step, steps,
 )}  # fmt: skip
 
 
