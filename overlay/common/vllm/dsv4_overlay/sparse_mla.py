@@ -35,8 +35,9 @@ class SparseMLABackendMixin:
     workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
     back, to compare with.
 
-    Its speed has not been measured in a model. So its series is applied on request
-    only, and it is the last of the backends from which vLLM chooses.
+    With the drop-in FLASHMLA_SPARSE has the same kernels on Hopper, in the calls where
+    they are at least as fast. So vLLM's own backends come first, this one's series is
+    applied on request only, and it is the last from which vLLM chooses.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
