@@ -171,7 +171,7 @@ def child_environment(**changes: str) -> dict[str, str]:
     env = dict(os.environ)
     env.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # else it compiles a thousand GEMM shapes
     # Sums of ranks by NVLink multicast: not there on every virtual machine. vLLM 0.33.0's by FlashInfer (mnnvl)
-    # hung with two of these scripts on the same GPUs.
+    # hung with two of these scripts on the same GPUs; what takes its place (trtllm) is compiled once, for minutes.
     env.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     env.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
     env.setdefault("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "trtllm")
