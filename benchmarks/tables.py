@@ -329,7 +329,8 @@ def models_v32_fa3() -> str:
     rows = []
     for run, name in V32_AND_FA3.items():
         calls = [of[run]["decode"] | {"0": of[run]["prefill"]} for of in runs]
-        cells = [", ".join(f"{call[n]['tokens_per_second']:.0f}" for call in calls) for n in sorted(calls[0], key=int)]
+        figures = ([f"{call[n]['tokens_per_second']:.0f}" for call in calls] for n in sorted(calls[0], key=int))
+        cells = [", ".join(both) for both in figures]
         step = runs[1][run]["decode_step"]
         rows.append([name, *cells, f"{step['kernels_us'] / 1e3:.2f}"])
     head = speeds_head(runs[0])[:-1]
