@@ -66,7 +66,7 @@ def serve(arguments):
         folder = Path(config.profiler_config.torch_profiler_dir)
         folder.mkdir()
         events = [{"cat": "user_annotation", "name": f"execute_context_0(0)_generation_{COUNT}({COUNT})"}]
-        events += [{"cat": "kernel", "name": "sparse_mla_wgmma_kernel", "dur": 1}]
+        events += [{"cat": "kernel", "name": "sparse_mla_wgmma_kernel", "ts": 1, "dur": 1}]
         with gzip.open(folder / "dp0_pp0_tp0_dcp0_ep0_rank0.1.pt.trace.json.gz", "wt") as file:
             json.dump({"traceEvents": events}, file)
         return web.Response()

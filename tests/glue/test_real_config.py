@@ -326,7 +326,8 @@ def test_engine_arguments_of_the_end_to_end_scripts(applied, models, tmp_path, m
         raise StopIteration
 
     monkeypatch.setattr(Run, "start", start)
-    popen = SimpleNamespace(Popen=lambda command, env: others.append(command))
+    ended = SimpleNamespace(wait=lambda: 0)
+    popen = SimpleNamespace(Popen=lambda command, env: others.append(command) or ended)
     monkeypatch.setattr(several_gpus, "subprocess", popen)
     monkeypatch.setattr(e2e, "subprocess", popen)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")  # disaggregated changes it
