@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,6 +92,25 @@ def test_tokens_that_part_are_judged_by_the_margin_there():
     (parted,) = found["diverged"]
     assert (parted["prompt"], parted["at"]) == (0, 3)
     assert parted["margin"] == pytest.approx(x[3, first[3]] - x[3, other[3]], abs=1e-5)
+
+
+def test_prompts_are_compared_where_both_report_them():
+    x = log_softmax(np.random.default_rng(0).standard_normal((7, 500)))
+    ids, values = top(x[:4], 8)
+    reported = generated(range(3), x[4:]) | {"prompt_ids": ids, "prompt_values": values}
+    other = reported | {"prompt_values": values - np.float32(0.25)}
+    found = comparison.difference([reported, reported], [other, generated(range(2), x[4:6])])
+    assert (found["prompt"]["positions"], found["decode"]["positions"], found["diverged"]) == (4, 5, [])
+    assert found["prompt"]["logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_a_token_that_is_not_reported_is_no_likelier_than_those_that_are():
+    x = log_softmax(np.random.default_rng(0).standard_normal((3, 500)))
+    order = np.argsort(-x, axis=-1)
+    tokens = order[:, 0].copy()
+    tokens[1] = order[1, 400]
+    (parted,) = comparison.difference([generated(order[:2, 0], x)], [generated(tokens, x)])["diverged"]
+    assert parted["margin"] == pytest.approx(x[1, order[1, 0]] - x[1, order[1, 19]], abs=1e-5)
 
 
 def checkpoint(folder, **config):
@@ -227,6 +247,8 @@ def test_a_backend_is_measured_against_flashmla(tmp_path, monkeypatch, backend, 
 def test_what_flashmla_differs_from_itself_bounds_the_drop_in():
     kl, margin = comparison.allowed([distance(1e-4, 0.01), distance(5e-3, 0.3)], False)
     assert kl == {"decode": pytest.approx(2e-2), "prompt": 1e-3} and margin == 0.6
+    assert comparison.allowed([distance(5e-3, 0.3), distance(1e-4, 0.01)], False) == (kl, margin)
+    assert comparison.allowed([None], False) == ({"decode": 1e-3, "prompt": 1e-3}, 0.2)
     assert comparison.allowed([distance(1e-4, 0.01), None], False)[0]["decode"] == 1e-3
     assert comparison.allowed([distance(1e-4, 0.01)], True) == ({"decode": 2e-2, "prompt": 2e-2}, 1.5)
 
@@ -692,6 +714,25 @@ def test_samples_of_the_gpu(monkeypatch):
         assert watch.summary().startswith("no samples: ")
 
 
+def test_each_gpu_has_samples_of_its_own(monkeypatch):
+    slowed, clocks = iter([0x0, 0x0, 0x20, 0x8]), iter([1000, 1001, 1300, 1001, 1100, 1001])
+    nvml = SimpleNamespace(
+        NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1, NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetClockInfo=lambda gpu, kind: 2619 if kind else next(clocks, 0),
+        nvmlDeviceGetTemperature=lambda gpu, kind: 55 + gpu, nvmlDeviceGetPowerUsage=lambda gpu: 650_000,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: next(slowed, 0),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with gpu_watch.Watch() as watch:
+        while len(watch._samples) < 3:
+            time.sleep(0.01)
+    del watch._samples[3:]
+    assert [found["sm_mhz"] for found in watch.summary()] == [[1000, 1100, 1300], [1001] * 3]
+    assert [found["temperature_c"][0] for found in watch.summary()] == [55, 56]
+    assert [found["slowed_by"] for found in watch.summary()] == [["temperature"], ["hardware slowdown"]]
+
+
 HELD = {7: 2**30, 8: None}
 
 
@@ -913,6 +954,58 @@ def test_secrets_are_no_part_of_a_result(monkeypatch):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     found = e2e.machine()["environment"]
     assert found["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "1" and "VLLM_API_KEY" not in found
+
+
+JIT, WARM = "Kernel JIT monitor activated\n", "Warm-up of the full-width attention kernels took {} s\n"
+COMPILED = "JIT compilation during inference: "
+NO_KERNEL, IN_TIME = "no kernel of ours compiled after warm-up", "warm-up < 20 s"
+
+
+@pytest.mark.parametrize("backend, step, text, status, failed", [
+    ("bf16", "graphs", JIT + WARM.format(19.9), 0, []),
+    ("bf16", "graphs", JIT + WARM.format(19.9), 1, []),
+    ("bf16", "graphs", JIT + WARM.format(20.1) + WARM.format(3), 0, [IN_TIME]),
+    ("bf16", "graphs", JIT, 0, [IN_TIME]),
+    ("bf16", "reference", JIT + WARM.format(60), 0, []),  # fills the JIT caches
+    ("bf16", "graphs", WARM.format(1), 0, [NO_KERNEL]),
+    ("stock", "graphs", JIT + COMPILED + "_build_kernel\n", 0, [NO_KERNEL]),
+    ("stock", "graphs", JIT + COMPILED + "another\n", 0, []),
+])  # fmt: skip
+def test_what_the_log_of_a_step_says(backend, step, text, status, failed, tmp_path):
+    log = tmp_path / "log"
+    log.write_text(text + "GPU KV cache size: 1,234,567 tokens\n")
+    found = parent.collect(step, {"backend": backend, "out": str(tmp_path / "none")}, log, status, 7.0)
+    assert found["failed"] == failed and found["ok"] is (status == 0 and not failed)
+    assert found["measured"].get("kv_tokens_per_gib") == (308641 if step == "reference" else None)
+    assert found["measured"]["compiled_by_vllm"] == (["another"] if "another" in text else [])
+    assert ("log_end" in found) is (status != 0)
+
+
+def test_eager_runs_without_a_monitor(tmp_path):
+    """As on 0.33.0."""
+    (tmp_path / "log").touch()
+    for mode, failed in (("NONE", []), ("FULL_DECODE_ONLY", [NO_KERNEL])):
+        (tmp_path / "out").write_text(json.dumps({"checks": {}, "measured": {"cudagraph_mode": mode}}))
+        job = {"backend": "stock", "out": str(tmp_path / "out")}
+        assert parent.collect("graphs", job, tmp_path / "log", 0, 7.0)["failed"] == failed
+
+
+def test_a_step_has_its_gpus_and_its_environment(tmp_path, monkeypatch):
+    """And no result of an earlier run of it."""
+    checkpoint(tmp_path)
+    out = tmp_path / "bf16.tp2.json"
+    out.write_text(json.dumps({"checks": {}, "measured": {"kept": 1}}))
+    own = replace(parent.STEP["tp2"], environment={"OF_THE_STEP": "1"})
+    monkeypatch.setitem(parent.STEP, "tp2", own)
+
+    def run_child(command, log_file, env, timeout):
+        assert not out.exists() and (env["CUDA_VISIBLE_DEVICES"], env["OF_THE_STEP"]) == ("4,5", "1")
+        log_file.write_text(JIT + WARM.format(1))
+        return 0, 1.0
+
+    monkeypatch.setattr(parent, "run_child", run_child)
+    args = SimpleNamespace(model=tmp_path, work=tmp_path, timeout=60)
+    assert parent.run_step(args, "bf16", "tp2", ["4", "5"], {})["ok"]
 
 
 def test_names_of_our_kernels():

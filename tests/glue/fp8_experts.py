@@ -48,6 +48,7 @@ class DeepGemm(types.ModuleType):
     def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, layout, disable_ue8m0_cast, use_psum_layout=False):
         """`layout` has each row's expert, or where the rows of each end; those of the next begin at a tile."""
         self.rows.append(out.shape[0])
+        assert b[1].shape == (len(b[0]), b[0].shape[1] // BLOCK, b[0].shape[2] // BLOCK)
         if not self.warm:
             return
         row, begin = torch.arange(out.shape[0]), 0
@@ -132,6 +133,11 @@ def put(layer, weights):
         getattr(layer, name).data.copy_(value)
 
 
+def rearranged(layer, *tensors):
+    """In place of Marlin's order: what was loaded is no longer there."""
+    return tuple(x if x is None else torch.zeros_like(x) for x in tensors)
+
+
 def of_layer():
     from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
@@ -141,16 +147,20 @@ def of_layer():
     MarlinExperts.apply = lambda self, output, **_: output.fill_(7)
     MarlinExperts.workspace_shapes = lambda self, m, n, k, *_: ((1,), (1,), (m, k))
     MarlinExperts.moe_problem_size = lambda self, a, *_: (bench.EXPERTS, *a.shape, a.shape[1], bench.TOP_K)
-    marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin = lambda layer, *tensors: tensors
+    marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin = rearranged
     deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor = swiglu_quantised
     torch.accelerator.empty_cache = lambda: None
     workspace.init_workspace_manager(torch.device("cpu"))
     weights = bench.weights(1, "cpu")
+    os.environ["VLLM_DEEP_GEMM_WARMUP"] = "skip"
+    loaded(settings(LEAST), weights)
+    answers = {"not_warmed_up": len(DEEP_GEMM.rows)}
+    del os.environ["VLLM_DEEP_GEMM_WARMUP"]
     layer = loaded(settings(LEAST), weights)
-    answers = {"warmed_up": [len(DEEP_GEMM.rows), max(DEEP_GEMM.rows)]}
+    answers |= {"warmed_up": [len(DEEP_GEMM.rows), max(DEEP_GEMM.rows)]}
     DEEP_GEMM.warm = True
     found = {}
-    for tokens in (1, LEAST - 1, LEAST, TOKENS):
+    for tokens in (1, LEAST, TOKENS, LEAST - 1):  # the last after calls of many
         x, route, chosen = bench.inputs(tokens, "cpu")
         x = x * 10  # so that the limit cuts off
         DEEP_GEMM.rows.clear()
@@ -226,7 +236,7 @@ def refusals():
     )
     parallel = moe.moe_parallel_config
     found = {"none": refusal(None), "one of four": refusal()}
-    found |= {f"{least!r}": refusal(least) for least in (True, 0, "512", 1.5, 8193)}
+    found |= {f"{least!r}": refusal(least) for least in (True, 0, 1, "512", 1.5, 8192, 8193)}
     for name, divided in {
         "EP": {"use_ep": True}, "EPLB": {"use_ep": True, "enable_eplb": True},
         "DP": {"dp_size": 2}, "DP with EP": {"use_ep": True, "dp_size": 2},
@@ -234,10 +244,14 @@ def refusals():
         found[name] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, **divided)))
     found["Humming"] = refusal(backend="HUMMING")
     found["LoRA"] = refusal(moe=changed(flash, is_lora_enabled=True))
-    found["hidden"] = refusal(moe=changed(flash, hidden_dim=4224))
+    found["hidden"] = refusal(moe=changed(flash, hidden_dim=4608))
     found["one of two"] = refusal(moe=changed(flash, intermediate_size_per_partition=1024))
     has, fp8_experts.has_deep_gemm = fp8_experts.has_deep_gemm, lambda: False
     found["DeepGEMM"] = refusal()
+    fp8_experts.has_deep_gemm = has
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    found["DeepGEMM off"] = refusal()
+    del os.environ["VLLM_USE_DEEP_GEMM"]
     fp8_experts.has_deep_gemm, hopper.CAPABILITY = has, hopper.DeviceCapability(10, 0)
     found["Blackwell"] = refusal()
     hopper.CAPABILITY, fp8_experts.get_current_vllm_config = hopper.DeviceCapability(9, 0), stock

@@ -425,13 +425,27 @@ def test_tables_are_shared_within_a_step_only(ratio, tables, monkeypatch):
             for _ in range(2):
                 attention.attend(step.layer, q, torch.empty_like(q), step.metadata, compressed)
         assert len(built) == number * tables
+    # Windows of two groups have block tables of their own, and so have compressed caches.
+    with override_forward_context(SimpleNamespace(additional_kwargs={})):
+        for of_group in (step.metadata, copy.copy(step.metadata)):
+            attention.attend(step.layer, q, torch.empty_like(q), of_group, compressed)
+    assert len(built) == 2 * tables + 2
     if compressed is None:
         return
-    # Compressed caches of two groups have block tables of their own.
     with override_forward_context(SimpleNamespace(additional_kwargs={})):
         for of_group in (compressed, copy.copy(compressed)):
             attention.attend(step.layer, q, torch.empty_like(q), step.metadata, of_group)
-    assert len(built) == 2 * tables + 2
+    assert len(built) == 2 * tables + 4
+
+
+@pytest.mark.parametrize("captured, length, columns", [(False, 300, 2), (True, 300, 8), (False, 5000, 8)])
+def test_columns_of_compressed_rows(captured, length, columns, monkeypatch):
+    """A graph is captured with short sequences, and replayed with all that the model may have."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    layer = SimpleNamespace(compress_ratio=128, max_model_len=1024)
+    metadata = SimpleNamespace(block_table=SimpleNamespace(is_cuda=True), max_seq_len=length)
+    assert index_table.compressed_columns(layer, metadata) == columns
+    assert index_table.compressed_columns(layer, None) == 0
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])

@@ -16,6 +16,7 @@ NAME = "fp8-experts"
 HERE = "dsv4_fp8_experts in --additional-config "
 NUMBER = "; it may be the number of tokens, 1 or more, from which on experts run in FP8."
 PARALLEL = "does not serve data parallelism, --enable-eplb, or all-to-all between experts; omit it."
+DEEP_GEMM = "needs DeepGEMM, which this vLLM does not have or VLLM_USE_DEEP_GEMM switches off."
 REFUSALS = {
     "True": f"is True{NUMBER}",
     "0": f"is 0{NUMBER}",
@@ -26,11 +27,11 @@ REFUSALS = {
     **dict.fromkeys(["EPLB", "DP", "DP with EP"], PARALLEL),
     "Humming": "stands beside Marlin, not HUMMING; use --moe-backend marlin.",
     "LoRA": "is not served here: DeepGEMM's kernel does not support LoRA.",
-    "hidden": "needs a hidden size that 1024 divides, not 4224; omit it.",
+    "hidden": "needs a hidden size that 1024 divides, not 4608; omit it.",
     # 43 layers * 256 experts * 3 * 4096 * 1024 values.
     "one of two": "needs 129.0 GiB on each GPU for experts in FP8 beside 68.5 in 4 bits, and a GPU has 141.0; "
     "raise --tensor-parallel-size, or omit it.",
-    "DeepGEMM": "needs DeepGEMM, which this vLLM does not have or VLLM_USE_DEEP_GEMM switches off.",
+    **dict.fromkeys(["DeepGEMM", "DeepGEMM off"], DEEP_GEMM),
     "Blackwell": "is for Hopper (H100, H200); omit it.",
 }
 # By how many powers of two a scale is below its block's largest, and of which values it then is. 6 becomes 384,
@@ -102,6 +103,7 @@ def test_products_are_warmed_up_to_the_largest_step(answers):
     experts: up to 36 tiles. From 0.23.0 on vLLM leaves out two numbers that differ in no kernel."""
     count, most = answers["layer"]["warmed_up"]
     assert most == 4608 and count in (2 * 34, 2 * 36)
+    assert answers["layer"]["not_warmed_up"] == 0  # with VLLM_DEEP_GEMM_WARMUP=skip
 
 
 def test_layers_that_are_not_exact_stay_with_marlin(answers):
@@ -116,4 +118,5 @@ def test_refused_before_weights_are_loaded(answers, case):
 
 
 def test_asked_for_or_not(answers):
-    assert [answers["refusals"][case] for case in ("none", "one of four", "EP")] == [None, 512, 512]
+    cases = {"none": None, "one of four": 512, "EP": 512, "1": 1, "8192": 8192}  # the last as long as a step
+    assert {case: answers["refusals"][case] for case in cases} == cases

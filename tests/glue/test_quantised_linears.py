@@ -16,6 +16,7 @@ import pytest
 import torch
 import vllm.dsv4_overlay
 from on_request import ON_REQUEST, RELEASE, ROOT, tree_with
+from safetensors.torch import save_file
 
 if "quantised-linears" not in ON_REQUEST:
     pytest.skip(f"vLLM {RELEASE} has no series of quantised linears", allow_module_level=True)
@@ -308,6 +309,7 @@ def test_modules_of_the_checkpoint_that_a_layer_holds():
         ],
         "model.layers.3.ffn.experts": [f"layers.3.ffn.experts.0.{part}" for part in ("w1", "w2", "w3")],
         "model.layers.43.ffn.shared_experts.down_proj": ["mtp.0.ffn.shared_experts.w2"],
+        "model.layers.44.attn.wq_b": ["mtp.1.attn.wq_b"],
         "": ["mtp.0.e_proj", "mtp.0.h_proj"],
         "lm_head": [],
     }  # fmt: skip
@@ -324,6 +326,23 @@ def test_deepseeks_own_format_needs_nothing_unless_more_is_quantised(names, need
     config = SimpleNamespace(get_name=lambda: "deepseek_v4_fp8", weight_block_size=[128, 128])
     checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names, "a file"))
     assert quantised_linears._needed(config, checkpoint) is needed
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4_fp8", "fp8"])
+def test_what_vllm_cannot_know_is_decided_here(name):
+    """FP8 with other scales than of blocks, and a checkpoint whose tensors are not known, of another tool."""
+    config = SimpleNamespace(get_name=lambda: name, weight_block_size=None)
+    assert quantised_linears._needed(config, None)
+    config.weight_block_size = [128, 128]
+    assert quantised_linears._needed(config, None) is (name == "fp8")
+
+
+def test_names_of_a_checkpoint_in_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantised_linears, "logger", SimpleNamespace(warning_once=lambda *said: None))
+    save_file({"norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert quantised_linears._read(str(tmp_path), None).files == {"norm.weight": "model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text("{")  # cut off: vLLM's loader is to say so
+    assert quantised_linears._read.__wrapped__(str(tmp_path), None) is None
 
 
 @pytest.mark.parametrize("needed", [False, True])
@@ -405,7 +424,9 @@ def test_fp8_a_tensor_and_a_row():
     expanded = weight_formats.dequantise({"weight": weight, "weight_scale": scales}, [4, 2])
     rows = torch.tensor([2.0] * 4 + [3.0] * 2).unsqueeze(1)
     assert torch.equal(expanded, weight.float() * rows)
-    assert torch.equal(weight_formats.dequantise({"weight": weight, "weight_scale": rows}), weight.float() * rows)
+    for each in (rows, rows.flatten()):
+        expanded = weight_formats.dequantise({"weight": weight, "weight_scale": each})
+        assert torch.equal(expanded, weight.float() * rows)
 
 
 def test_an_unknown_format_is_named():
@@ -573,6 +594,52 @@ def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch
         layer, represented = nvfp4_layer(make, weights_of((1.0, 37.0)))
         with pytest.raises(ValueError, match="start the server anew with them"):
             method.process_weights_after_loading(layer)
+
+
+def test_a_bias_is_not_multiplied_by_the_rest_of_a_scale():
+    layer = SimpleNamespace(dsv4_rest_of_scale=torch.tensor([1.0, 0.5]))
+    stock = lambda layer, x, bias: x.clone() if bias is None else x + bias  # noqa: E731
+    x, bias = torch.full((3, 2), 4.0), torch.tensor([1.0, 2.0])
+    assert quantised_linears._apply_rest_of_scale(stock, layer, x, bias).tolist() == [[5.0, 4.0]] * 3
+
+
+def test_wo_a_in_blocks_needs_deepgemm():
+    for shape in ((2, 4, 8), (8, 8)):
+        layer, seen = SimpleNamespace(weight_block_size=[128, 128], weight=torch.zeros(shape)), []
+        if len(shape) == 3:
+            quantised_linears._expand_wo_a(None, seen.append, layer)
+        else:
+            with pytest.raises(ValueError, match=r"^wo_a is FP8 in blocks here, and .* needs DeepGEMM; do not"):
+                quantised_linears._expand_wo_a(None, seen.append, layer)
+        assert seen == [layer]
+
+
+def test_the_weight_of_wo_a_and_its_scales():
+    wo_a = SimpleNamespace(weight=torch.zeros(2, 2), weight_scale="compressed-tensors'")
+    assert quantised_linears.is_dense(wo_a)
+    wo_a.weight = wo_a.weight.to(torch.float8_e4m3fn)
+    assert not quantised_linears.is_dense(wo_a)
+    assert quantised_linears.block_scale(wo_a) == "compressed-tensors'"
+    wo_a.weight_scale_inv = "DeepSeek's"
+    assert quantised_linears.block_scale(wo_a) == "DeepSeek's"
+
+
+def test_a_layer_whose_format_nothing_says_is_refused():
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    layer = LinearBase.__new__(LinearBase)
+    names = [f"layers.0.attn.wq_b.{part}" for part in ("weight", "weight_scale")]
+    checkpoint = quantised_linears.Checkpoint.of_files(dict.fromkeys(names, "a file"))
+    config = SimpleNamespace(get_name=lambda: "modelopt", dsv4_checkpoint=checkpoint)
+    sentence = r"^layers.0.attn.wq_b .* \(weight, weight_scale\), and its .* \(modelopt\) does not say how"
+    for stock in (lambda *_: None, lambda *_: UnquantizedLinearMethod()):
+        with pytest.raises(ValueError, match=sentence):
+            quantised_linears._quant_method(config, stock, 1, layer, "model.layers.0.attn.wq_b")
+
+
+def test_a_limit_that_a_kernel_has_already_is_kept():
+    config = SimpleNamespace(gemm1_clamp_limit=7.0)
+    assert quantised_linears._clamped(config, 10.0) is config and config.gemm1_clamp_limit == 7.0
 
 
 @pytest.mark.parametrize("name, inverse", [("w13_weight_scale_2", False), ("w13_weight_global_scale", True)])
@@ -747,16 +814,20 @@ def test_a_weight_without_a_scale_for_its_last_columns_is_refused():
     ((9, 0), "deepseek_v4", True, "FlashInfer's CuTe DSL product needs SM100 or SM103"),
     ((12, 0), "deepseek_v4", True, "FlashInfer's CuTe DSL product needs SM100 or SM103"),
     ((10, 0), "llama", True, "only DeepSeek V4 has it from vllm-dsv4-overlay"),
+    ((10, 0), None, True, "only DeepSeek V4 has it from vllm-dsv4-overlay"),
     ((10, 0), "deepseek_v4", False, "FlashInfer is not installed, or has no CuTe DSL product"),
+    ((10, 0), "deepseek_v4", "no compiler", "nvidia-cutlass-dsl is not installed"),
+    (None, "deepseek_v4", True, "FlashInfer's CuTe DSL product needs SM100 or SM103"),
 ])  # fmt: skip
 def test_who_gets_the_cute_dsl_product(monkeypatch, capability, model, packages, reason):
     import vllm.config
     from vllm.dsv4_overlay import nvfp4_linear
     from vllm.platforms.interface import DeviceCapability
 
-    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*capability), is_cuda=lambda: True)
+    here = DeviceCapability(*capability) if capability else None
+    platform = SimpleNamespace(get_device_capability=lambda: here, is_cuda=lambda: True)
     monkeypatch.setattr(nvfp4_linear, "current_platform", platform)
-    utils = SimpleNamespace(is_cute_dsl_available=lambda: True)
+    utils = SimpleNamespace(is_cute_dsl_available=lambda: packages is True)
     found = {
         "flashinfer": SimpleNamespace(mm_fp4=None, __path__=[]),
         "flashinfer.cute_dsl": SimpleNamespace(utils=utils, __path__=[]),
@@ -765,5 +836,5 @@ def test_who_gets_the_cute_dsl_product(monkeypatch, capability, model, packages,
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module if packages else None)
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model)))
-    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config if model else None)
     assert nvfp4_linear.CuTeDSLNvFp4LinearKernel.is_supported() == (reason is None, reason)

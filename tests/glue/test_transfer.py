@@ -16,6 +16,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 
 FULL, FLASHMLA = "FLASHINFER_MLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV4"
+OF_MINE = {"kv_connector": "NixlConnector", "kv_connector_module_path": "mine", "kv_role": "kv_both"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +37,15 @@ def several(*names, **extra):
     return sharing("MultiConnector", connectors=children)
 
 
-@pytest.mark.parametrize("connector", ["NixlConnector", "OffloadingConnector", "MooncakeStoreConnector"])
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPullConnector", "NixlPushConnector",
+                                       "OffloadingConnector", "MooncakeStoreConnector"])  # fmt: skip
 def test_connectors_that_compare(connector):
     verify(sharing(connector))
     verify(several(connector, "SimpleCPUOffloadConnector"))
+
+
+def test_a_connector_that_shares_nothing():
+    verify(sharing("DecodeBenchConnector"))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +55,8 @@ def test_connectors_that_compare(connector):
         (lambda: sharing("MooncakeConnector"), "MooncakeConnector compares no scales"),
         (lambda: several("NixlConnector", "LMCacheMPConnector"), "LMCacheMPConnector compares no scales"),
         (lambda: sharing("NixlConnector", module="mine"), "mine.NixlConnector compares no scales"),
+        (lambda: sharing("MultiConnector", module="mine"), "mine.MultiConnector compares no scales"),
+        (lambda: sharing("MultiConnector", connectors=[OF_MINE]), "mine.NixlConnector compares no scales"),
         (lambda: sharing("NixlConnector", enforce_handshake_compat=False), "enforce_handshake_compat false in"),
         (lambda: several("NixlConnector", enforce_handshake_compat=False), "enforce_handshake_compat false in"),
     ],
@@ -139,3 +147,10 @@ def test_stock_identities_are_stock(tmp_path, monkeypatch):
     alone.kv_transfer_config = None
     first_block(alone)
     assert start == kv_cache_utils.NONE_HASH
+    # Rows of another width are no longer stock, without scales too, and still of this server's seed.
+    found = [start]
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        first_block(server(tmp_path, "bfloat16"))
+        found.append(kv_cache_utils.NONE_HASH)
+    assert len(set(found)) == 3
