@@ -126,6 +126,14 @@ def test_other_models(cache_dtype, backend):
         assert verify(asked) == before
 
 
+@pytest.mark.parametrize("architecture", [*V4, "LlamaForCausalLM"])
+def test_a_setting_of_the_drop_in_that_is_none(architecture):
+    """Of any model, before its layers ask for it."""
+    asked = make("fp8", None, architecture)
+    asked.additional_config = {"dsv4_drop_in": "off"}
+    assert "dsv4_drop_in in --additional-config is 'off';" in refusal(asked)
+
+
 @pytest.mark.parametrize("cache_dtype", ACCEPTED)
 def test_resolving_twice_changes_nothing(cache_dtype):
     """The configuration is rebuilt in workers and for the draft model, from what was resolved."""
@@ -139,7 +147,7 @@ def test_resolving_twice_changes_nothing(cache_dtype):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (10, 7), (11, 0), (12, 0), (12, 1)])
 def test_other_gpus_are_refused(monkeypatch, capability):
     on_gpu(monkeypatch, DeviceCapability(*capability))
-    if config.vllm_serves_itself():
+    if not config.NAME_IS_OURS and capability[0] in (10, 12):
         pytest.skip("vLLM serves it itself")
     text = refusal(make())
     packed = ", where FlashInfer reads its packed 584-byte cache only" if capability[0] == 12 else ""
@@ -207,7 +215,9 @@ def test_models_that_vllm_serves_by_the_same_name(monkeypatch, architecture):
     asked = make("fp8", FULL, architecture)
     assert f"serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
     on_gpu(monkeypatch, DeviceCapability(10, 0))
-    assert verify(copy.deepcopy(asked)) == asked
+    assert verify(copy.deepcopy(asked)) == asked and not config.full_width_fp8(asked)
+    asked.cache_config.cache_dtype = "fp8_per_tensor"  # which is not vLLM's
+    assert f"fp8_per_tensor serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
 
 
 @VLLMS_TOO
@@ -230,6 +240,7 @@ def test_images_on_hopper(monkeypatch):
         ),
         (dict(draft_model_config=SimpleNamespace(architecture="MiMoMTPModel")), "no drafts of MiMoMTPModel,"),
         (dict(attention_backend=AttentionBackendEnum[FLASHMLA]), f"--speculative-config is {FLASHMLA}, and"),
+        (dict(attention_backend=AttentionBackendEnum.FLASH_ATTN), "--speculative-config is FLASH_ATTN, and"),
         (dict(kv_cache_dtype="bfloat16"), "kv_cache_dtype of --speculative-config is bfloat16, and drafts share"),
         (dict(kv_cache_dtype="fp8_ds_mla"), "kv_cache_dtype of --speculative-config is fp8_ds_mla, and drafts"),
     ],

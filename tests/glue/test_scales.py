@@ -93,6 +93,22 @@ def test_metadata_says_what_was_measured(file):
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+@pytest.mark.parametrize("cache_dtype, backend", [("fp8_per_tensor", None), ("fp8", "FLASHINFER_MLA_SPARSE_DSV4")])
+def test_other_options_are_kept(file, monkeypatch, cache_dtype, backend):
+    """By whichever name the cache goes; the file is named in full, for workers in other folders."""
+    monkeypatch.chdir(file.parent)
+    config = asked(file.name, cache_dtype, backend)
+    config.additional_config["dsv4_drop_in"] = False
+    assert verify(config).additional_config == {"dsv4_scales": str(file), "dsv4_drop_in": False}
+
+
+def test_options_that_are_an_object():
+    """vLLM takes any that has a hash."""
+    config = asked()
+    config.additional_config = SimpleNamespace(compute_hash=lambda: "")
+    assert scales.load_scales(verify(config)).values == {}
+
+
 def test_without_a_file_scales_are_one(monkeypatch):
     layer = layer_of(verify(asked()), 3, monkeypatch)
     assert layer.kv_scale == layer.q_scale == 1.0
@@ -110,6 +126,7 @@ def test_scales_are_asked_of_the_hub_that_has_the_weights(file, tmp_path, monkey
 
     def fetch(model, revision, download_dir, allow_patterns):
         fetched.extend(allow_patterns)
+        assert (model, revision, download_dir) == ("organisation/model-on-modelscope", "v2", "downloads")
         return str(repository)
 
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
@@ -117,9 +134,32 @@ def test_scales_are_asked_of_the_hub_that_has_the_weights(file, tmp_path, monkey
     for name in ("get_hf_file_to_dict", "hf_hub_download"):
         monkeypatch.setattr(scales, name, lambda *_, **__: pytest.fail("asked of the Hugging Face hub"))
     config = asked()
-    config.model_config.model = "organisation/model-on-modelscope"
+    config.model_config.model, config.model_config.revision = "organisation/model-on-modelscope", "v2"
+    config.load_config.download_dir = "downloads"
     assert layer_of(verify(config), 2, monkeypatch).kv_scale == calibrate.scale(AMAX[2][0])
     assert fetched == ["model.safetensors.index.json", "model-1.safetensors"]
+
+
+def test_scales_are_of_the_revision_that_is_served(file, monkeypatch):
+    """And are looked for where vLLM keeps what it downloads."""
+    fetched = []
+
+    def index(name, model, revision):
+        fetched.append((model, name, revision))
+        return {"weight_map": dict.fromkeys(load_file(file), "model-1.safetensors")}
+
+    def download(model, name, revision, cache_dir):
+        fetched.append((model, name, revision, cache_dir))
+        return file
+
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", index)
+    monkeypatch.setattr(scales, "hf_hub_download", download)
+    config = asked()
+    config.model_config.model, config.model_config.revision = "organisation/model-of-revisions", "v2"
+    config.load_config.download_dir = "downloads"
+    assert scales.load_scales(config).values == load_file(file)
+    of = "organisation/model-of-revisions"
+    assert fetched == [(of, "model.safetensors.index.json", "v2"), (of, "model-1.safetensors", "v2", "downloads")]
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -134,6 +174,7 @@ def test_scales_of_a_checkpoint(file, tmp_path, monkeypatch, index):
     if index:
         weight_map = dict.fromkeys(names, shard) | {"embed.weight": "not-there.safetensors"}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save_file({"embed.weight": torch.ones(1)}, folder / "model.safetensors")  # which the index does not name
     config = asked()
     config.model_config.model = str(folder)
     layer = layer_of(verify(config), 2, monkeypatch)
@@ -160,6 +201,9 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     assert scales.load_scales(config).values == {}
     config.load_config.load_format = "auto"
     index = tmp_path / "index.json"
+    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, **__: index)
+    index.write_text('{"weight_map"')  # of a download that was cut short
+    assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
     index.write_text('{"weight_map": {"embed.weight": "not-there.safetensors"}}')
     monkeypatch.setattr(scales, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
     assert scales.load_scales(config).values == {}  # found where vLLM's loader put it
@@ -227,6 +271,7 @@ def test_new_weights_with_other_scales_are_refused(file, tmp_path, monkeypatch, 
         else:
             with pytest.raises(ValueError, match=f"{name} of these weights is {value}, and this server has been"):
                 list(scales.without_scales(model, changed.items()))
+    assert not list(scales.without_scales(model, [("model.layers.2.attn.k_scale", torch.tensor(0.5))]))
     # The other model's, main or draft.
     assert not list(scales.without_scales(model, [("mtp.0.attn.k_scale", torch.tensor(8.0))]))
 
@@ -278,6 +323,7 @@ BAD = {
         (torch.tensor([math.inf]), "layers.2.attn.q_scale in"),
         (None, "layers.2.attn.k_scale stands alone"),
     ],
+    "model.layers.0.attn.k_scale": [(torch.ones(1), "holds model.layers.0.attn.k_scale, which is not a scale")],
     "layers.0.attn.v_scale": [(torch.ones(1), "holds layers.0.attn.v_scale, which is not a scale")],
 }
 
@@ -285,6 +331,13 @@ BAD = {
 @pytest.mark.parametrize("name, value, words", [(name, *case) for name, cases in BAD.items() for case in cases])
 def test_bad_scales_are_refused(file, name, value, words):
     assert words in refusal(asked(respell(file, {name: value})))
+
+
+def test_an_index_that_is_cut_short_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    config = asked()
+    config.model_config.model = str(tmp_path)
+    assert f"model.safetensors.index.json of {tmp_path} cannot be read (Expecting" in refusal(config)
 
 
 @pytest.mark.parametrize("layer", ["layers.4", "mtp.0"])
@@ -297,6 +350,13 @@ def test_a_layer_without_a_scale_is_refused(file, layer):
         config.speculative_config.method = "ngram"
         config.speculative_config.draft_model_config.architecture = "DeepseekV4ForCausalLM"
         verify(config)
+
+
+def test_every_next_token_layer_needs_a_scale(file):
+    config = asked(file)
+    draft = config.speculative_config.draft_model_config
+    draft.hf_config = SimpleNamespace(**(vars(draft.hf_config) | {"num_nextn_predict_layers": 2}))
+    assert "has no mtp.1.attn.k_scale; calibrate again" in refusal(config)
 
 
 @VLLMS_TOO
@@ -329,7 +389,10 @@ def test_files_that_are_none_are_refused(tmp_path):
     [("auto", "FLASHINFER_MLA_SPARSE_DSV4"), ("bfloat16", None), ("fp8", None), ("fp8", "FLASHMLA_SPARSE_DSV4")],
 )
 def test_other_caches_take_no_scales(file, cache_dtype, backend):
-    assert "dsv4_scales in --additional-config is for" in refusal(asked(file, cache_dtype, backend))
+    config = asked(file, cache_dtype, backend)
+    assert "dsv4_scales in --additional-config is for" in refusal(config)
+    config.additional_config = {"dsv4_scales": ""}
+    assert "dsv4_scales in --additional-config is for" in refusal(config)
 
 
 def test_resolving_twice(file):
@@ -368,13 +431,31 @@ def test_observer_in_a_worker(monkeypatch):
     assert worker.dsv4_observed() == {"0": [1.0, 2.0], "5": [2.0, 2.0]}
 
 
+def test_the_observer_keeps_the_largest_of_all_steps(monkeypatch):
+    """Slot 0 is a row like any; a token without a slot, and what q has past the slots, are padding."""
+    cache, amax = torch.zeros(2, 2, 512), torch.zeros(2)
+    cache[0, 0, 0], cache[1, 1, 511] = -8.0, 3.0
+    layer = SimpleNamespace(swa_cache_layer=SimpleNamespace(prefix="swa", kv_cache=cache), compress_ratio=1)
+    for slot, largest in ((0, 2.0), (3, 1.0), (None, 100.0)):
+        window = SimpleNamespace(slot_mapping=torch.tensor([slot or 0, -1]))
+        # None while vLLM measures memory.
+        context = SimpleNamespace(attn_metadata=None if slot is None else {"swa": window})
+        monkeypatch.setattr(calibrate, "get_forward_context", lambda context=context: context)
+        calibrate.observe(layer, torch.tensor([-largest, 100.0, 100.0]).view(3, 1, 1), amax)
+        assert amax.tolist() == [8.0, 2.0]
+
+
 def test_prompts(tmp_path):
-    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    text.write_text("one\n\ntwo\n")
+    text, lines = tmp_path / "p", tmp_path / "p.jsonl"
+    text.write_text("one\n\n \ntwo\n")
     lines.write_text('{"prompt": "one"}\n{"prompt": [1, 2]}\n')
     assert calibrate.read_prompts(text) == ["one", "two"]
     assert calibrate.read_prompts(lines) == ["one", {"prompt_token_ids": [1, 2]}]
-    for bad in ('{"text": "one"}', "[]", "one", '{"prompt": 1}', '{"prompt": []}', '{"prompt": ["one"]}'):
+    for bad in ("1", '["one"]', "[true]", "[]"):
+        lines.write_text(f'{{"prompt": {bad}}}')
+        with pytest.raises(ValueError, match="p.jsonl:1 is not"):
+            calibrate.read_prompts(lines)
+    for bad in ('{"text": "one"}', "[]", "one"):
         lines.write_text(bad)
         with pytest.raises(ValueError, match="p.jsonl:1 is not"):
             calibrate.read_prompts(lines)
@@ -394,10 +475,11 @@ def test_command_line(tmp_path, monkeypatch, capsys):
             self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
 
         def collective_rpc(self, name):
+            calls.append(name)
             return [{"0": [100.0, 4.0], "1": [7.0, 4.0]}] if name == "dsv4_observed" else [None]
 
         def generate(self, prompts, params):
-            calls.append((prompts, params.max_tokens))
+            calls.append((prompts, params.max_tokens, params.temperature, params.detokenize))
 
     monkeypatch.setitem(vars(calibrate.vllm), "LLM", Engine)
     monkeypatch.setattr(current_platform, "device_type", "cuda")  # vLLM's options need one
@@ -405,9 +487,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     prompts.write_text("hello\n")
     command = ["--model", "m", "--prompts", str(prompts), "--output", str(output), "--max-tokens", "3"]
     assert calibrate.main([*command, "--tensor-parallel-size", "2"]) == 0
-    options, generated = calls
-    assert generated == (["hello"], 3) and "prompts" not in options
-    wanted = dict(model="m", tensor_parallel_size=2, kv_cache_dtype="bfloat16", enforce_eager=True, block_size=256)
+    options, *rest = calls
+    assert rest == ["dsv4_observe", (["hello"], 3, 0, True), "dsv4_observed"] and "prompts" not in options
+    wanted = dict(model="m", tensor_parallel_size=2, kv_cache_dtype="bfloat16", enforce_eager=True, block_size=256,
+                  attention_backend="FLASHINFER_MLA_SPARSE_DSV4", enable_prefix_caching=False)  # fmt: skip
     assert wanted.items() <= options.items()
     assert resolve_obj_by_qualname(options["worker_extension_cls"]) is calibrate.AmaxObserver
     assert scales.load_scales(asked(output)).values == {
@@ -415,13 +498,20 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         "mtp.0.attn.k_scale": 2**-5, "mtp.0.attn.q_scale": 2**-5,
     }  # fmt: skip
     assert "Wrote" in capsys.readouterr().out
+    calibrate.main([*command, "--skip-tokenizer-init"])  # which has nothing to make text with
+    assert calls[-2] == (["hello"], 3, 0, False)
+    monkeypatch.setattr(Engine, "collective_rpc", lambda *_: [{"0": [0.0, 4.0]}])
+    with pytest.raises(SystemExit, match="^Layer 0 saw"):
+        calibrate.main(command)
     monkeypatch.setattr(calibrate, "vllm_serves_itself", lambda: True)
     with pytest.raises(SystemExit):
         calibrate.main(command)
     assert "vLLM's own, which cannot be watched; calibrate on Hopper." in capsys.readouterr().err
     monkeypatch.undo()
-    bad = ["--prompts", str(tmp_path / "none")], ["--output", str(tmp_path / "no/s")], ["--output", str(tmp_path)]
+    (tmp_path / "empty").touch()
+    bad = [["--prompts", str(tmp_path / name)] for name in ("none", "empty")]
+    bad += [["--output", str(path)] for path in (tmp_path / "no/s", tmp_path)]
     for spoiled in bad:
         with pytest.raises(SystemExit) as stopped:
             calibrate.main([*command, *spoiled])
-        assert stopped.value.code == 2 and len(calls) == 2
+        assert stopped.value.code == 2 and len(calls) == 10

@@ -1,6 +1,8 @@
 """What the self-test says, and that it sees what went wrong."""
 
+import hashlib
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +41,81 @@ def test_a_gpu_that_triton_serves_for_want_of_the_library_is_not_ok(hopper, monk
     assert "attention by Triton, mostly slower than FlashMLA" in text and "run scripts/build-kernels.sh" in text
     monkeypatch.setenv("VLLM_DSV4_PROVIDER", "triton")  # asked for
     assert "1 of 1 checks passed, in" in run(monkeypatch, capsys, selftest.check_gpu)[1]
+
+
+@pytest.mark.parametrize(
+    "capability, provider, words",
+    [
+        ((8, 0), "", "warning  H200, compute capability 8.0; the backend serves Hopper and Blackwell only"),
+        ((9, 0), "", "ok       H200, compute capability 9.0; attention by sm90: it serves"),
+        ((9, 0), "cutlass", "FAILED   ValueError in "),
+        pytest.param((10, 0), "", "ok       H200, compute capability 10.0; vLLM's own", marks=VLLMS_TOO),
+    ],
+)
+def test_what_serves_on_a_gpu(hopper, monkeypatch, capsys, capability, provider, words):
+    on_gpu(monkeypatch, DeviceCapability(*capability))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: ("sm90", "it serves"))
+    monkeypatch.setenv("VLLM_DSV4_PROVIDER", provider)
+    assert words in run(monkeypatch, capsys, selftest.check_gpu)[1]
+
+
+def test_files_that_are_not_as_applied(tmp_path, monkeypatch):
+    """Edited, or gone; pip writes to a wheel's list of files later."""
+    (tmp_path / "vllm/_dsv4_overlay").mkdir(parents=True)
+    monkeypatch.setattr(selftest.vllm, "__file__", str(tmp_path / "vllm/__init__.py"))
+    files = []
+    for name, action in (("new", "added"), ("old", "patched"), ("RECORD", "updated")):
+        (tmp_path / name).write_text("as applied")
+        digest = hashlib.sha256(b"as applied").hexdigest()
+        files.append({"path": name, "action": action, "sha256_after": digest})
+    record = {"files": files, "overlay_version": "1", "overlay_commit": "0123456789abcdef", "release": "2"}
+    (tmp_path / "vllm/_dsv4_overlay/record.json").write_text(json.dumps(record))
+    (tmp_path / "RECORD").write_text("and more")
+    assert selftest.check_files() == "3 files are as applied: overlay 1 (0123456789ab) on vLLM 2"
+    (tmp_path / "vllm/_dsv4_overlay/record.json").write_text(json.dumps(record | {"overlay_commit": None}))
+    assert "overlay 1 (unknown commit) on" in selftest.check_files()
+    (tmp_path / "old").write_text("edited")
+    with pytest.raises(checks.Failed, match="old was edited since it was applied"):
+        selftest.check_files()
+    (tmp_path / "old").unlink()
+    with pytest.raises(checks.Failed, match="old is missing"):
+        selftest.check_files()
+
+
+def test_what_is_checked(hopper, monkeypatch):
+    """Files, kernels by what serves here and by Triton, every kind of layer, the GPU."""
+    monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: ("sm90", "it serves"))
+    labels = [label for label, _, _ in selftest.all_checks()]
+    assert labels[0] == "applied files" and labels[-1] == "GPU"
+    for provider in ("sm90", "triton"):
+        assert [label for label in labels if provider in label]
+    layers = [f"vLLM's layer, ratio {ratio}, {dtype}" for dtype in ("BF16", "FP8") for ratio in (1, 4, 128)]
+    assert [label for label in labels if label.startswith("vLLM")] == layers
+
+
+def test_without_the_overlay_it_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(selftest.vllm, "__file__", str(tmp_path / "vllm/__init__.py"))
+    assert selftest.main() == 1
+    assert capsys.readouterr().err == f"The overlay is not applied to the vLLM in {tmp_path}.\n"
+
+
+def test_it_starts_anew_without_a_gpu_only(hopper, monkeypatch, capsys):
+    """Once: with what makes Triton interpret, and serve."""
+    needed = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_DSV4_PROVIDER": "triton"}
+    started = []
+    for gpu, env in ((True, {}), (False, {}), (False, needed)):
+        run(monkeypatch, capsys, lambda: "fine")
+        for name in needed:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+        selftest.main()
+        assert len(started) == (not gpu)
+    ((_, command, env),) = started
+    assert command[1:] == ["-m", "vllm.dsv4_overlay.selftest"] and needed.items() <= env.items()
 
 
 def test_no_gpu_is_skipped(monkeypatch, capsys):

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
+from vllm.v1.worker.utils import select_common_block_size
 
 sparse_mla_series.needed()
 from vllm.dsv4_overlay import sparse_mla, sparse_mla_attention, sparse_mla_backend  # noqa: E402
@@ -215,13 +216,14 @@ def test_drafts_in_a_graph(prefill, gpus, interleave, supported, decode, monkeyp
     assert builder.supports_draft_decode_metadata_update is supported
     assert builder.reorder_batch_threshold == decode
     # Captured while each of three requests had two tokens; replayed with one each, whose owners are found anew.
-    metadata = SimpleNamespace(
-        query_start_loc=torch.arange(4, dtype=torch.int32),
-        req_id_per_token=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32),
-        num_decode_tokens=3,
-    )
-    builder.update_draft_decode_metadata(metadata)
-    assert metadata.req_id_per_token.tolist() == [0, 1, 2, 1, 2, 2]
+    for tokens, owners in ((3, [0, 1, 2, 1, 2, 2]), (1, [0, 9, 9, 1, 2, 2]), (0, [9, 9, 9, 1, 2, 2])):
+        metadata = SimpleNamespace(
+            query_start_loc=torch.arange(4, dtype=torch.int32),
+            req_id_per_token=torch.tensor([9, 9, 9, 1, 2, 2], dtype=torch.int32),
+            num_decode_tokens=tokens,
+        )
+        builder.update_draft_decode_metadata(metadata)
+        assert metadata.req_id_per_token.tolist() == owners
 
 
 class Share(Batch):
@@ -377,11 +379,13 @@ def test_slots_are_compiled_before_requests_wait(monkeypatch):
     monkeypatch.setattr(sparse_mla_backend, "request_rows_to_slots", request_rows_to_slots)
     config, batch = settings("in_place"), Batch("auto")
     monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
+    warmed = []
+    monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", warmed.append)
     impl = sparse_mla_backend.SparseMLAImpl(
         HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None,
         indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
     )  # fmt: skip
-    assert len(launched) == 1
+    assert len(launched) == 1 and warmed == [torch.device("cpu")]
     spec = SimpleNamespace(block_size=PAGE)
     builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     impl.forward_mqa(batch.q, batch.cache, builder.build(0, batch.common), None)
@@ -411,14 +415,14 @@ def test_a_layer_is_ready_before_requests_wait(workspace, monkeypatch):
     """The workspace is there when memory is measured, and scores are compiled."""
 
     def init(self, *args):
-        self.head_size, self.topk_indices_buffer = 576, torch.zeros(1, TOPK)
+        self.head_size, self.topk_indices_buffer = 512, torch.zeros(1, TOPK)
 
     monkeypatch.setattr(sparse_mla_backend.SparseMLACommonImpl, "__init__", init)
     monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("workspace"))
     warmed = []
     monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", lambda device, width: warmed.append(width))
     sparse_mla_backend.SparseMLAImpl()
-    assert workspace == [(200, 576)] and warmed == [1]
+    assert workspace == [(200, 512)] and warmed == [1]
 
 
 def test_chunks_of_prefills():
@@ -438,12 +442,34 @@ def test_chunks_of_prefills():
 
 
 @CACHES
+def test_prefills_of_a_chunk(cache_dtype, width, workspace):
+    """Two of them, one behind the other in the workspace."""
+    batch = Batch(cache_dtype, width, padding=0)
+    plan = sparse_mla_attention.separate_prefills(batch.common, torch.tensor(batch.owner), 3, 214)
+    assert len(plan.chunks) == 1
+    slots = batch.picked[: len(batch.owner)].clone()
+    for token, request in enumerate(batch.owner):
+        picked = slots[token, slots[token] >= 0]
+        in_cache = batch.table[request, picked // PAGE] * PAGE + picked % PAGE
+        slots[token, : len(picked)] = in_cache if request < 3 else picked + plan.starts[request - 3]
+    batch.check(sparse_mla_attention.attend_separately(
+        batch.q, batch.cache, batch.cache, slots, batch.table, plan, SCALE
+    ))  # fmt: skip
+    assert workspace == [(214, width)]
+
+
+@CACHES
 def test_a_long_request_is_gathered_in_pieces(cache_dtype, width, monkeypatch):
     monkeypatch.setattr(sparse_mla_attention, "_BLOCKS_AT_ONCE", 2)
     batch = Batch(cache_dtype, width)
     out = torch.full((203, width), torch.nan, dtype=BF16)
     sparse_mla_attention._gather(batch.cache, batch.table[2], out)
     want = batch.held.view(-1, PAGE, width)[batch.table[2, :4].long()].flatten(0, 1)[:203]
+    assert torch.equal(out, want.to(BF16))
+    # The same memory in pages twice as long, as 0.33.0 may have them.
+    out, table = torch.full((600, width), torch.nan, dtype=BF16), torch.tensor([5, 0, 3, 2, 4, 10**6])
+    sparse_mla_attention._gather(batch.cache.reshape(6, 2 * PAGE, -1), table, out)
+    want = batch.held.view(6, 2 * PAGE, width)[table[:5]].flatten(0, 1)[:600]
     assert torch.equal(out, want.to(BF16))
 
 
@@ -494,6 +520,8 @@ if NEWER:
         ("flash", {"kv_cache_dtype": "bfloat16", "block_size": 128}, None),
         ("flash", {"kv_cache_dtype": "fp8"}, " serves rows without RoPE (GLM-5.3-Flash) in BF16 only, not in fp8; "
          "pass --kv-cache-dtype bfloat16."),
+        ("flash", {"kv_cache_dtype": "fp8_ds_mla"}, " serves rows without RoPE (GLM-5.3-Flash) in BF16 only, not "
+         "in fp8_ds_mla; pass --kv-cache-dtype bfloat16."),
     ]  # fmt: skip
 OURS = "vllm.dsv4_overlay.sparse_mla_backend.SparseMLABackend"
 BLOCK, SINKS = next(case for case in CASES if case[1] == {"block_size": 16}), CASES[-1]
@@ -596,13 +624,16 @@ WHOLE = f"reads whole sequences on each GPU {WHERE}; leave --decode-context-para
         ({"pcp": 2}, None),
         ({"dcp": 2, "heads": 64, "pcp": 2}, "does not serve both kinds of context parallelism at once; leave "
          "--decode-context-parallel-size or --prefill-context-parallel-size at 1."),
+        ({"block": 128}, None),
+        ({"block": 96}, "reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 96."),
         ({"hisparse": "on"}, "reads rows in GPU memory only; leave HiSparse off."),
         ({"prefill": "chunks"}, "knows no sparse_mla_prefill 'chunks' in --additional-config; it may be "
          "in_place or workspace."),
     ],
 )  # fmt: skip
 def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
-    given = SimpleNamespace(**{"dcp": 1, "pcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place"} | change)
+    given = {"dcp": 1, "pcp": 1, "heads": 128, "hisparse": None, "prefill": "in_place", "block": None}
+    given = SimpleNamespace(**given | change)
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="MLA_KERNELS_SPARSE"), hisparse_config=given.hisparse
@@ -611,7 +642,9 @@ def test_refusals_that_need_another_machine(monkeypatch, change, sentence):
             hf_text_config=SimpleNamespace(q_lora_rank=8, index_topk=8, qk_rope_head_dim=64),
             get_head_size=lambda: 576, get_num_attention_heads=lambda parallel: given.heads,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", user_specified_block_size=False),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", user_specified_block_size=bool(given.block), block_size=given.block
+        ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=given.dcp, prefill_context_parallel_size=given.pcp
         ),
@@ -685,3 +718,10 @@ def test_fp8_becomes_the_656_byte_rows():
     """vLLM turns `fp8` into `fp8_ds_mla` for a backend of this name only."""
     assert BACKEND.get_name() == "FLASHMLA_SPARSE"
     assert BACKEND.is_mla() and BACKEND.is_sparse()
+    assert BACKEND.supports_dtype(BF16) and not BACKEND.supports_dtype(torch.float16)
+
+
+def test_block_sizes():
+    """vLLM's own default is none; a longer block is read whole from 0.33.0 on, before as pages of 64."""
+    assert BACKEND.get_preferred_block_size(16) == PAGE
+    assert select_common_block_size(2 * PAGE, [BACKEND]) == (2 * PAGE if NEWER else PAGE)

@@ -207,11 +207,12 @@ def _from_checkpoint(
 ) -> Scales:
     folder, source = Path(model), f"checkpoint {model}"
     download = functools.partial(_download, model, revision, download_dir)
-    index = (
-        None
-        if envs.VLLM_USE_MODELSCOPE
-        else get_hf_file_to_dict(_INDEX, model, revision)
-    )
+    index = None
+    if not envs.VLLM_USE_MODELSCOPE:
+        try:
+            index = get_hf_file_to_dict(_INDEX, model, revision)
+        except json.JSONDecodeError as error:  # as of a download that was cut short
+            raise ValueError(f"{_INDEX} of {model} cannot be read ({error}).") from None
     if index is None and (folder.is_dir() or download_dir or envs.VLLM_USE_MODELSCOPE):
         with contextlib.suppress(OSError, ValueError):
             index = json.loads(Path(download(_INDEX)).read_text())

@@ -51,7 +51,7 @@ def check_files() -> str:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
             same = found == entry["sha256_after"]
             expect(same, f"{path} was edited since it was applied")
-    commit = (record["overlay_commit"] or "unknown commit")[:12]
+    commit = (record["overlay_commit"] or "")[:12] or "unknown commit"
     return (
         f"{len(record['files'])} files are as applied: overlay "
         f"{record['overlay_version']} ({commit}) on vLLM {record['release']}"
