@@ -81,7 +81,7 @@ sys.path += [BENCHMARKS, str(REPO / "scripts")]
 from e2e import DROP_IN, STOCK_KERNELS, check_out, end_by_sigterm, json_object, machine, positive  # noqa: E402
 from gpu_watch import Watch  # noqa: E402
 from serve_cases import Case, Run, add_options, add_runs, cases  # noqa: E402
-from serve_report import TRACE, attention_share, row_of, table  # noqa: E402
+from serve_report import PROFILED_STEPS, TRACE, attention_share, profiler, row_of, table  # noqa: E402
 
 VLLM = [shutil.which("vllm")] if shutil.which("vllm") else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 FULL_CACHE = "FLASHINFER_MLA_SPARSE_DSV4"
@@ -93,7 +93,6 @@ RUNS = {
     "FP8": Run(["--attention-backend", FULL_CACHE, "--kv-cache-dtype", "fp8_per_tensor"], {}),
 }
 SEEDED = ["--load-format", "dummy", "--worker-extension-cls", "seeded_weights.SeededWeights"]
-PROFILED_STEPS = 8
 # Of the memory, what has to be free when a server starts whose cache has a given size.
 MEMORY_FREE = 0.05
 RUNNING = "server"  # the run of --base-url
@@ -196,11 +195,9 @@ class Server(Running):
         self.env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         self.env |= args.every_run[name].environment
         if args.profile:
-            self.command += ["--profiler-config", json.dumps({
-                "profiler": "torch", "torch_profiler_dir": str((args.work / f"{name}-profile").absolute()),
-                "torch_profiler_with_stack": False, "ignore_frontend": True,
-                "delay_iterations": profile_delay(args), "max_iterations": PROFILED_STEPS,
-            })]  # fmt: skip
+            steps = {"delay_iterations": profile_delay(args), "max_iterations": PROFILED_STEPS}
+            config = profiler(args.work / f"{name}-profile") | steps
+            self.command += ["--profiler-config", json.dumps(config)]
 
     def __enter__(self) -> Server:
         if self.healthy():

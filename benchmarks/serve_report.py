@@ -48,14 +48,29 @@ COLUMNS = [
     ("p99_itl_ms", "P99", 1.0),
 ]
 GOODPUT = ("request_goodput", "good prompts a second", 1.0)
+PROFILED_STEPS = 8
+
+
+def profiler(folder: Path) -> dict[str, Any]:
+    """vLLM's --profiler-config for traces in `folder`."""
+    return {
+        "profiler": "torch", "torch_profiler_dir": str(folder.absolute()), "torch_profiler_with_stack": False,
+        "ignore_frontend": True,
+    }  # fmt: skip
+
+
+def newest_traces(folder: Path, count: int = 1) -> list[Path]:
+    """Rank 0's last `count` in `folder`, in their order."""
+    traces = sorted(folder.glob(TRACE))[-count:]
+    if len(traces) < count:
+        left = f"{len(traces)} of {count} traces" if traces else "no trace"
+        sys.exit(f"error: the profiler left {left} in {folder}.")
+    return traces
 
 
 def attention_share(folder: Path) -> dict[str, Any]:
-    """Kernels of a decode step, from rank 0's newest trace in `folder`."""
-    traces = sorted(folder.glob(TRACE))
-    if not traces:
-        sys.exit(f"error: the profiler left no trace in {folder}.")
-    return decode_step(traces[-1])
+    """Kernels of a decode step, from the newest trace in `folder`."""
+    return decode_step(newest_traces(folder)[0])
 
 
 def decode_step(trace: Path) -> dict[str, Any]:

@@ -266,13 +266,18 @@ def one_call() -> str:
     return markdown(["cache dtype", *(f"RMS {size}" for size in sizes), "RoPE dimensions alone, RMS 1"], rows)
 
 
+def rates(run: dict[str, Any]) -> list[float]:
+    """Tokens a second: prefill, and decode by batch."""
+    calls = run["decode"] | {"0": run["prefill"]}
+    return [calls[n]["tokens_per_second"] for n in sorted(calls, key=int)]
+
+
 def speeds(runs: dict[str, Any], names: dict[str, str]) -> list[list[Any]]:
     """Of each run: prefill, decode by batch, and capacity. Tokens a second of the first; the others over it."""
     rows, first = [], []
     for run, name in names.items():
         starts = [of for key, of in runs.items() if key.split("-")[0] == run]  # also `run-2` and so on
-        calls = [start["decode"] | {"0": start["prefill"]} for start in starts]
-        own = [median(call[n]["tokens_per_second"] for call in calls) for n in sorted(calls[0], key=int)]
+        own = [median(column) for column in zip(*map(rates, starts), strict=True)]
         cells = [f"{a / b:.2f}" for a, b in zip(own, first, strict=True)] if first else [f"{a:.0f}" for a in own]
         first = first or own
         rows.append([name, *cells, runs[run]["kv_cache"]["tokens_per_gib"]])
@@ -304,22 +309,22 @@ def models_glm5() -> str:
     return markdown(speeds_head(runs), speeds(runs, V32_AND_FA3))
 
 
+def speeds_v32(runs: dict[str, Any], store: str) -> list[list[Any]]:
+    return speeds(runs, {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in V32.items()})
+
+
 def models_v32() -> str:
     runs = {run: of for name in V32_RUNS for run, of in load(name)["runs"].items()}
-    rows = []
-    for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
-        rows += speeds(runs, {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()})
-    return markdown(speeds_head(runs), rows)
+    return markdown(speeds_head(runs), speeds_v32(runs, "bf16") + speeds_v32(runs, "fp8"))
 
 
 def models_v32_8heads() -> str:
     """A table for each cache, as other batches were measured."""
     tables = []
-    for store, title in (("bf16", "BF16"), ("fp8", "FP8")):
+    for store in ("bf16", "fp8"):
         files = (f"throughput_v32_8heads_{store}_{of}_h200" for of in ("stock", "small"))
         runs = {run: of for file in files for run, of in load(file)["runs"].items()}
-        names = {f"{run}_{store}": f"{title} cache, {name}" for run, name in V32.items()}
-        tables.append(markdown(speeds_head(runs), speeds(runs, names)))
+        tables.append(markdown(speeds_head(runs), speeds_v32(runs, store)))
     return "\n".join(tables)
 
 
@@ -328,9 +333,8 @@ def models_v32_fa3() -> str:
     runs = [load(f"throughput_v32_8heads_{of}h200_0.33.0")["runs"] for of in ("first_", "")]
     rows = []
     for run, name in V32_AND_FA3.items():
-        calls = [of[run]["decode"] | {"0": of[run]["prefill"]} for of in runs]
-        figures = ([f"{call[n]['tokens_per_second']:.0f}" for call in calls] for n in sorted(calls[0], key=int))
-        cells = [", ".join(both) for both in figures]
+        both = zip(*(rates(of[run]) for of in runs), strict=True)
+        cells = [f"{first:.0f}, {second:.0f}" for first, second in both]
         step = runs[1][run]["decode_step"]
         rows.append([name, *cells, f"{step['kernels_us'] / 1e3:.2f}"])
     head = speeds_head(runs[0])[:-1]

@@ -95,7 +95,7 @@ from e2e import (
     visible_gpus,
 )
 from gpu_watch import Watch, processes
-from serve_report import TRACE, decode_step
+from serve_report import PROFILED_STEPS, decode_step, newest_traces, profiler
 
 # The models made here, and into how many GPUs' shares they can be divided.
 MADE = {"flash": 8, "v3.2": 16, "glm-5": 8}
@@ -119,7 +119,6 @@ ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUES
                **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
 PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
-PROFILED_STEPS = 8
 DSPARK_DRAFTS = 5  # tokens that V4-Flash-0731 drafts a step
 LEAST_CONTEXT = 2304
 # Of the tokens that dummy weights write: experts are chosen by them, and a model of NaN writes one token alone.
@@ -227,7 +226,6 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     batches = job["batches"]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(batches)}
     weights = {"load_format": "auto"} if job["weights"] else DUMMY_WEIGHTS
-    profiler = {"profiler": "torch", "torch_profiler_dir": job["profile"], "torch_profiler_with_stack": False}
     return dict(
         model=job["model"],
         skip_tokenizer_init=True,
@@ -243,7 +241,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         seed=0,
         # Beside others: vLLM only checks that this share is free, as the cache's size is given.
         **({"gpu_memory_utilization": 0.05} if job["lock"] else {}),
-        **({"profiler_config": profiler | {"ignore_frontend": True}} if job["profile"] else {}),
+        **({"profiler_config": profiler(Path(job["profile"]))} if job["profile"] else {}),
         **weights,
         **(RUNS | ON_REQUEST | SPARSE_RUNS)[kind(job["run"])],
     )
@@ -528,7 +526,7 @@ def main(argv: list[str] | None = None) -> int:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         if job["profile"] and found["ok"]:
-            traces = sorted(Path(job["profile"]).glob(TRACE))[-len(args.batches) :]
+            traces = newest_traces(Path(job["profile"]), len(args.batches))
             for batch, trace in zip(reversed(args.batches), traces, strict=True):
                 found["decode"][str(batch)]["step"] = decode_step(trace)
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -689,16 +689,20 @@ def test_throughput_of_v32(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def nvml(gpus, clocks, slowed):
+    """Of as many GPUs; `clocks` are those of the SMs, one after another."""
+    return SimpleNamespace(
+        NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1, NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: gpus, nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetClockInfo=lambda gpu, kind: 3201 if kind else next(clocks, 1500),
+        nvmlDeviceGetTemperature=lambda gpu, kind: 55 + gpu, nvmlDeviceGetPowerUsage=lambda gpu: 650_900,
+        nvmlDeviceGetCurrentClocksThrottleReasons=slowed,
+    )  # fmt: skip
+
+
 def test_samples_of_the_gpu(monkeypatch):
     clocks = iter([1980, 1980, 1200, 1500])
-    nvml = SimpleNamespace(
-        NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1, NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetClockInfo=lambda gpu, kind: 3201 if kind else next(clocks, 1500),
-        nvmlDeviceGetTemperature=lambda gpu, kind: 55, nvmlDeviceGetPowerUsage=lambda gpu: 650_900,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(1, clocks, lambda gpu: 0x4))
     with gpu_watch.Watch() as watch:
         (found,) = watch.summary()
         assert found == {"sm_mhz": [1980] * 3, "memory_mhz": [3201] * 3, "temperature_c": [55] * 3,
@@ -716,14 +720,7 @@ def test_samples_of_the_gpu(monkeypatch):
 
 def test_each_gpu_has_samples_of_its_own(monkeypatch):
     slowed, clocks = iter([0x0, 0x0, 0x20, 0x8]), iter([1000, 1001, 1300, 1001, 1100, 1001])
-    nvml = SimpleNamespace(
-        NVML_CLOCK_SM=0, NVML_CLOCK_MEM=1, NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetClockInfo=lambda gpu, kind: 2619 if kind else next(clocks, 0),
-        nvmlDeviceGetTemperature=lambda gpu, kind: 55 + gpu, nvmlDeviceGetPowerUsage=lambda gpu: 650_000,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: next(slowed, 0),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(2, clocks, lambda gpu: next(slowed, 0)))
     with gpu_watch.Watch() as watch:
         while len(watch._samples) < 3:
             time.sleep(0.01)

@@ -498,6 +498,9 @@ def test_share_of_attention(tmp_path):
     kinds = {kind: tuple(of.values()) for kind, of in found["kinds"].items() if of["launches"]}
     assert kinds == {"attention": (3.0, 0.1), "compressors and inserts": (2.0, 0.1), "BF16 products": (5.0, 0.1)}
 
+    with pytest.raises(SystemExit, match="^error: the profiler left 1 of 2 traces in "):
+        serve_report.newest_traces(tmp_path, 2)
+
     with gzip.open(tmp_path / "dp0_pp0_tp0_dcp0_ep0_rank0.2.pt.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events[-9:]}, file)
     with pytest.raises(SystemExit, match="json.gz has 8 steps and 0 kernels; remove it to profile again."):

@@ -411,18 +411,19 @@ def test_scores_are_compiled_before_requests_wait(monkeypatch, width, deep_gemm)
 
 
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has a constructor of its own, which other tests call")
-def test_a_layer_is_ready_before_requests_wait(workspace, monkeypatch):
+@pytest.mark.parametrize("width", [576, 512])
+def test_a_layer_is_ready_before_requests_wait(workspace, monkeypatch, width):
     """The workspace is there when memory is measured, and scores are compiled."""
 
     def init(self, *args):
-        self.head_size, self.topk_indices_buffer = 512, torch.zeros(1, TOPK)
+        self.head_size, self.topk_indices_buffer = width, torch.zeros(1, TOPK)
 
     monkeypatch.setattr(sparse_mla_backend.SparseMLACommonImpl, "__init__", init)
     monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("workspace"))
     warmed = []
     monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", lambda device, width: warmed.append(width))
     sparse_mla_backend.SparseMLAImpl()
-    assert workspace == [(200, 512)] and warmed == [1]
+    assert workspace == [(200, width)] and warmed == [1]
 
 
 def test_chunks_of_prefills():
