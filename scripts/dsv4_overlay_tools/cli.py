@@ -268,6 +268,8 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
     except Refusal as refusal:
         if refusal.code != "bad-series":
             data["state"] = "drifted"
+        if refusal.code == "source-changed":
+            _refuse_remains(root, target)
         raise
     _check_relied_on(report, target, series)
     if mode == "check":

@@ -383,8 +383,9 @@ def test_patched_files_without_any_record(engine, tmp_path):
     target = make_target(tmp_path / "tree", "git")
     engine.ok(target)
     git(target, "clean", "-fdq")
-    error = refused(engine, "record-lost", target, "--revert")
-    assert all(path in error["message"] for path in EDITED) and error["path"] == "vllm/config.py"
+    for mode in ([], ["--check"], ["--status"], ["--revert"]):
+        error = refused(engine, "record-lost", target, *mode)
+        assert all(path in error["message"] for path in EDITED) and error["path"] == "vllm/config.py"
     git(target, "checkout", "--", ".")
     (target / "vllm/config.py").write_bytes(b"mine\n")
     assert engine.ok(target, "--revert")["state"] == "clean"
