@@ -4,7 +4,7 @@
 #        build-kernels.sh --from FILE.so  build nothing: take FILE.so, built elsewhere of the same csrc/, into the overlay
 #
 #   MLA_CUDA_ARCHS   the GPUs to build for, default "90a 100a 103a 120a"; no GPU is needed to build
-#   CUDA_HOME         where nvcc is, if not on PATH
+#   CUDA_HOME        where nvcc is, if not on PATH
 #
 # The headers come from the torch of the active Python. More: docs/native-kernels.md.
 set -euo pipefail
@@ -53,7 +53,7 @@ case ${1:-} in
     exit
     ;;
 esac
-[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the file to build; see --help."
+[[ $# -le 1 && ${1-x} == [!-]* ]] || stop "give one file to build, or no argument; see --help."
 out=${1:-$out}
 [ ! -d "$out" ] || stop "$out is a folder; name the file that is to be built."
 folder=$(dirname "$out")
@@ -128,6 +128,7 @@ targets=()
 for arch in "${archs[@]}"; do
     targets+=(-gencode "arch=compute_$arch,code=sm_$arch")
 done
-compile "$work/out.so" "${targets[@]}" "$repo"/csrc/*.cu "$repo"/csrc/*.cpp "$work/build.cpp"
+compile "$work/out.so" "${targets[@]}" "$repo"/csrc/*.cu "$repo"/csrc/*.cpp "$work/build.cpp" ||
+    stop "the library was not built; $nvcc says above why."
 put "$work/out.so"
 echo "built $out for sm ${archs[*]} with CUDA $cuda, torch $torch_target and newer"

@@ -18,7 +18,7 @@ case ${1:-} in
     exit
     ;;
 esac
-[[ $# -le 1 && ${1:-} != -* ]] || stop "give at most one argument, the folder for the wheel; see --help."
+[[ $# -le 1 && ${1-x} == [!-]* ]] || stop "give one folder for the wheel, or no argument; see --help."
 out=$(realpath -m -- "${1:-$repo/dist}")
 folder=$out
 while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done

@@ -16,5 +16,7 @@ esac
 source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 exec 9>&- # the packages are there
 tree=$(applied "${VLLM_RELEASE:-0.22.1}" "${1:-}")
+[ -e "$tree/vllm/dsv4_overlay/selftest.py" ] ||
+    stop "the self-test comes with the full-width cache, which this release lacks; set VLLM_RELEASE to one such as 0.22.1."
 cd "$repo" # away from any folder named vllm
 PYTHONPATH=$tree exec "$python" -m vllm.dsv4_overlay.selftest

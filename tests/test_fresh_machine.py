@@ -94,6 +94,17 @@ def test_without_an_index_it_says_what_to_bring(script, clone, tmp_path):
     assert "PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER" in done.stderr
 
 
+def test_a_release_without_a_self_test(clone, tmp_path):
+    """0.23.0 to 0.32.0 have the drop-in only."""
+    (clone / "scripts/testenv.sh").write_text(
+        f"""stop() {{ echo "error: $1" >&2; exit 1; }}
+        repo={clone} python=false; applied() {{ echo {tmp_path}; }}"""
+    )
+    done = subprocess.run([clone / "scripts/selftest.sh"], capture_output=True, text=True)
+    said = "error: the self-test comes with the full-width cache, which this release lacks; "
+    assert done.returncode == 1 and done.stderr.startswith(said)
+
+
 @pytest.fixture
 def everyday(clone, tmp_path):
     """test.sh with nothing to install, a patch series that fails, and the tests that it is called with."""

@@ -78,6 +78,25 @@ def test_where_no_file_can_be_made(repo, tmp_path, where):
     assert done.stderr.endswith((" is to be built.\n", "; name another file.\n")) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [("one", "two"), ("--unheard-of",), ("",)])
+def test_wrong_arguments(repo, arguments):
+    done = run(repo, *arguments, CUDA_HOME="/nonexistent")
+    assert done.returncode == 1 and done.stderr == "error: give one file to build, or no argument; see --help.\n"
+
+
+def test_what_does_not_compile(repo, tmp_path):
+    """As for a GPU that this toolkit does not know."""
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    version = "Cuda compilation tools, release 13.0, V13.0.88"
+    answers = f"--version) echo {version};; *trial.cu*) ;; *) echo fatal >&2; exit 1;;"
+    nvcc.write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\n')
+    nvcc.chmod(0o755)
+    done = run(repo, CUDA_HOME=str(tmp_path), MLA_CUDA_ARCHS="999a")
+    assert done.returncode == 1 and not (repo / LIBRARY).parent.exists()
+    assert done.stderr == f"fatal\nerror: the library was not built; {nvcc} says above why.\n"
+
+
 def test_a_toolkit_that_says_no_version(repo, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").symlink_to("/bin/true")

@@ -155,7 +155,7 @@ def test_what_is_missing_is_said_in_a_sentence(clone, tmp_path, spoil, said):
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [("one", "two"), ("--unheard-of",)])
+@pytest.mark.parametrize("arguments", [("one", "two"), ("--unheard-of",), ("",)])
 def test_wrong_arguments(repo, arguments):
     done = run(repo / "scripts/build-wheel.sh", *arguments)
     assert (done.returncode, done.stdout) == (1, "") and "see --help" in done.stderr
