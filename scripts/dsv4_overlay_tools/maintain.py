@@ -541,7 +541,12 @@ def check_main(argv: list[str], root: Path) -> int:
             return 1
     folders = release_folders(root, release=args.release or "*")
     if args.release and not folders:
-        print(f"error: no-series: No series is made for vLLM {args.release}; see patches/.", file=sys.stderr)
+        try:
+            made = ", ".join(sorted({one.release for one in series_of(root, args.release)}, key=Version))
+            refusal = Refusal("no-series", f"vLLM {args.release} takes series made for {made}; give one of these.")
+        except Refusal as found:
+            refusal = found
+        print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
     failed = not folders
     for folder in folders:
         where = f"{folder.parent.name} {folder.name}"

@@ -249,7 +249,10 @@ def test_check_series(engine, tmp_path, capsys):
     assert "drop-in 1.0.0: seam.patch uses vllm.dropped, which neither vLLM nor the overlay has\n" in err
     assert "error: overlay/common/vllm/other.py is used by nothing\n" in err
     assert maintain.check_main(["3.0.0"], engine.root) == 1
-    assert "error: no-series: No series is made for vLLM 3.0.0; see patches/.\n" in capsys.readouterr().err
+    assert "error: wrong-release: There is no patch series for vLLM 3.0.0; supported: " in capsys.readouterr().err
+    assert maintain.check_main(["0.9.9"], engine.root) == 1
+    said = "error: no-series: vLLM 0.9.9 takes series made for 1.0.0; give one of these.\n"
+    assert said in capsys.readouterr().err
 
 
 def test_check_release_says_what_is_supported(engine, tmp_path, capsys):
