@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(argv: list[str]) -> argparse.Namespace:
     args = _parser().parse_args(argv)
     if "" in [*argv, *args.series, args.fetch]:
-        raise UsageError("an argument is empty; is a variable unset?")
+        raise UsageError("an argument is empty (is a variable unset?)")
     if (args.target is None) != args.installed:
         raise UsageError("give either TARGET or --installed")
     if args.fetch and (args.installed or args.mode != "apply"):

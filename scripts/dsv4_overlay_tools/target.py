@@ -137,10 +137,10 @@ def detect(path: Path, pins: list[Series]) -> Target:
     if not (root / "vllm/__init__.py").is_file():
         for info in infos:
             refuse_editable(info)
-        hint = ""
+        folder = "the folder that has it (of an installed wheel: site-packages)"
         if (root / "__init__.py").is_file() and root.name == "vllm":
-            hint = f" Give the folder above it: {root.parent}."
-        raise Refusal("not-vllm", f"{root} has no vllm/__init__.py, so it holds no vLLM.{hint}")
+            folder = f"the folder above it, {root.parent}"
+        raise Refusal("not-vllm", f"{root} has no vllm/__init__.py, so it holds no vLLM; give {folder}.")
     if (root / ".git").exists():
         repo = open_git(root)
         release, commit, notes = _git_release(repo, pins)

@@ -36,7 +36,7 @@ def refused(engine, code, target, *argv):
 
 def test_not_vllm(engine, tmp_path):
     (tmp_path / "empty").mkdir()
-    refused(engine, "not-vllm", tmp_path / "empty")
+    assert "; give the folder that has it" in refused(engine, "not-vllm", tmp_path / "empty")["message"]
     bare = make_target(tmp_path / "bare", "source")
     (bare / "PKG-INFO").unlink()
     assert "release is unknown" in refused(engine, "not-vllm", bare)["message"]
@@ -411,7 +411,7 @@ def test_an_empty_argument(engine, target, argv, monkeypatch):
     before = snapshot(target)
     status, report = engine(*argv)
     assert (status, report["error"]["code"]) == (2, "usage")
-    assert "an argument is empty" in report["error"]["message"]
+    assert report["error"]["message"] == "an argument is empty (is a variable unset?)"
     assert snapshot(target) == before
 
 
