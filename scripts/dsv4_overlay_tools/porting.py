@@ -216,20 +216,22 @@ def verdict(findings: list[Finding], served: bool) -> str:
         so = "the series fits" + ("." if served else "; name the release in `serves`.")
     elif all(finding.seam == RELIED_ON for finding in misfits):
         so = "patches and names fit; whether files relied on still do is for you to read; docs/porting.md."
+    elif all(finding.verdict == "upstream" for finding in findings):
+        so = "vLLM does this itself by now, so the series is not needed; read how, docs/porting.md."
     else:
         so = "a port is needed; docs/porting.md."
     return ", ".join(f"{number} {verdict}" for verdict, number in count.items()) + f": {so}"
 
 
 def check_release_main(argv: list[str], root: Path) -> int:
-    """check-release.sh: returns 0 if the series fit as they are, 1 if a port is needed, 2 if it cannot be told."""
+    """check-release.sh: returns 0 if the series fit as they are, 1 if not, 2 if it cannot be told."""
     parser = argparse.ArgumentParser(
         prog="check-release.sh",
         description="Say for each seam of the overlay what became of it in vLLM RELEASE: applies, "
         "moved (where to), changed (the lines), or already upstream. A supported release is compared with the "
         "series that it has, another one with one of each name.",
-        epilog="exit status: 0 the series fit as they are; 1 one has to be ported, see docs/porting.md; "
-        "2 wrong usage, or the release cannot be fetched",
+        epilog="exit status: 0 the series fit as they are; 1 something has to be read or ported, see "
+        "docs/porting.md; 2 wrong usage, or the release cannot be fetched",
     )
     parser.add_argument("release", metavar="RELEASE")
     parser.add_argument("--series", metavar="NAME", help="compare with this one only, e.g. full-width")

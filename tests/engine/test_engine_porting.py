@@ -97,7 +97,19 @@ def test_already_upstream(ask, where):
     patch.write_bytes(patch.read_bytes().replace(b"Files:", b"Upstream-Sign: ^line30 = 31$\nFiles:"))
     assert ask(PRISTINE)[0] == 0
     status, out = ask(PRISTINE | {where: CONFIG.replace(b"line30 = 30", b"line30 = 31")})
-    assert status == 1 and f"upstream  config.patch: {where}:31\n" in out
+    assert status == 1 and f"upstream  config.patch: {where}:31\n" in out and "a port is needed" in out
+
+
+def test_all_is_upstream(ask):
+    for folder in ("patches", "overlay"):
+        shutil.rmtree(ask.repo / folder)
+    make_repo(ask.repo, patches={"config.patch": ["vllm/config.py"]}, overlay={})
+    patch = ask.repo / f"{SERIES}/config.patch"
+    patch.write_bytes(patch.read_bytes().replace(b"Files:", b"Upstream-Sign: ^line30 = 31$\nFiles:"))
+    pins = ask.repo / f"{SERIES}/release.toml"
+    pins.write_text(pins.read_text().partition("[relied_on]")[0])
+    status, out = ask(PRISTINE | {"vllm/config.py": CONFIG.replace(b"line30 = 30", b"line30 = 31")})
+    assert status == 1 and "upstream: vLLM does this itself by now, so the series is not needed; " in out
 
 
 @pytest.mark.parametrize(
