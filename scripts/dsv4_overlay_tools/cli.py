@@ -306,7 +306,7 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
         return []
     if LIBRARY not in paths:
         return ["the native kernels are missing, so Triton's (full-width) or FlashMLA's (drop-in) run instead, on "
-                "Hopper mostly slower; run scripts/build-kernels.sh, --revert and apply again"]  # fmt: skip
+                "Hopper mostly slower; run scripts/build-kernels.sh, then --revert and apply again"]  # fmt: skip
     library = root / "overlay/common" / LIBRARY
     if not library.is_file():  # what was applied is not at hand
         return []
@@ -314,7 +314,8 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
     sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").glob("[!.]*")))  # as build-kernels.sh
     if built and built[1].decode() == sha256(sources):
         return []
-    return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, --revert and apply again"]
+    return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, then --revert and apply "
+            "again"]  # fmt: skip
 
 
 def _refuse_remains(root: Path, target: Target) -> None:

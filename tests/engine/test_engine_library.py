@@ -154,7 +154,7 @@ def test_missing_native_kernels_are_named(engine, target, capsys):
     for mode in (["--check"], [], [], ["--check"], ["--status"]):
         (note,) = kernel_notes(engine.ok(target, *mode))
         assert note.startswith("the native kernels are missing, so Triton's (full-width) or FlashMLA's ")
-        assert note.endswith("; run scripts/build-kernels.sh, --revert and apply again")
+        assert note.endswith("; run scripts/build-kernels.sh, then --revert and apply again")
     cli.main([str(target), "--status"], engine.root)
     assert f"note: {note}\n" in capsys.readouterr().err
     engine.ok(target, "--revert")
