@@ -206,7 +206,7 @@ def check(variant: Variant) -> None:
     if gpu_memory(gpu, BLACKWELL) and "blackwell" not in components:
         raise Wrong(f"GPU is {gpu!r}, on which FlashInfer compiles as root; add the component optional/blackwell.")
     for option in variant.options:
-        if option in TAKEN:
+        if option.lower() in TAKEN:  # or the name of a setting
             raise Wrong(f"{option} in vllm.yaml would not count, for the manifests give it; remove it.")
     backend = _one_of(settings, "ATTENTION_BACKEND", list(CACHE_DTYPES))
     if gpu_memory(gpu, HOPPER):  # on Blackwell newer releases have a backend of this name

@@ -514,6 +514,7 @@ def test_wrong_settings(variant, old, new, words):
     [
         ("", "has no options, which vLLM refuses; write one"),
         ("kv_cache_dtype: fp8", "kv-cache-dtype in vllm.yaml would not count, for the manifests give it; remove"),
+        ("KV_CACHE_DTYPE: fp8", "KV-CACHE-DTYPE in vllm.yaml would not count, for the manifests give it; remove"),
         ("additional-config: {dsv4_scales: x}", "dsv4_scales in vllm.yaml is for an FP8 cache of "),
         ("gpu-memory-utilization: 90", "gpu-memory-utilization in vllm.yaml is 90; write a number up to 1."),
         ("seed: 0\nseed: 1", "seed is there twice; remove one."),
