@@ -319,8 +319,15 @@ def child(job: dict[str, Any]) -> None:
     begin = time.perf_counter()
     running = submit(most, context, job["decode_tokens"])
     waiting = set(running)
-    while waiting:
+    for _ in range(job["fill_steps"]):
         waiting -= step().keys()
+        if not waiting:
+            break
+    else:  # without room vLLM goes back and forth between them until the time is up
+        raise RuntimeError(
+            f"{len(waiting)} of {most} requests of {context} tokens did not begin in {job['fill_steps']} steps: "
+            f"the cache of {job['kv_gib']} GiB is too small; give more --kv-gib, or less --context"
+        )
     save(seconds_fill=round(time.perf_counter() - begin, 1))
     log(f"filled in {result['seconds_fill']} s")
     for batch in sorted(job["batches"], reverse=True):
@@ -465,9 +472,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[str, Any]:
     """What the child needs to know. `context`: the one that another run settled on."""
-    fill_steps = math.ceil(max(args.batches) * args.context / args.batch_tokens)
+    fill_steps = 2 * math.ceil(max(args.batches) * args.context / args.batch_tokens) + 64  # with a margin
     # The first request decodes while the others are filled in, and in every window.
-    decode_tokens = 2 * fill_steps + 64 + len(args.batches) * (WARM_STEPS + (WINDOWS + 2) * WINDOW_STEPS)
+    decode_tokens = fill_steps + len(args.batches) * (WARM_STEPS + (WINDOWS + 2) * WINDOW_STEPS)
     return {
         "run": run,
         "model": str(args.model),
@@ -480,6 +487,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "context_is_fixed": context is not None,
         "max_model_len": max(args.context + decode_tokens, PREFILL_LENGTH) + 256,
         "fill_seconds": args.fill_seconds,
+        "fill_steps": fill_steps,
         "decode_tokens": decode_tokens,
         "kv_gib": args.kv_gib,
         "out": str(args.work / f"{run}.json"),

@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import itertools
 import json
 import math
 import os
@@ -653,6 +654,76 @@ def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
     assert "profiler_config" not in throughput.engine_arguments(
         throughput.make_job(throughput.parse_args(asked), "drop_in", None)
     )
+
+
+class StandInEngine:
+    """A token a step for each of the first `room` requests, as if the cache held no more."""
+
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1))
+
+    def __init__(self, room):
+        self.room, self.left, self.tokens = room, {}, itertools.count()
+
+    def add_request(self, name, prompt, params):
+        self.left[name] = params.max_tokens
+
+    def abort_request(self, names):
+        for name in names:
+            self.left.pop(name, None)
+
+    def get_num_unfinished_requests(self):
+        return len(self.left)
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def step(self):
+        served = list(self.left)[: self.room]
+        for name in served:
+            self.left[name] -= 1
+            if not self.left[name]:
+                del self.left[name]
+        written = ([SimpleNamespace(token_ids=[next(self.tokens)])] for _ in served)
+        return [SimpleNamespace(request_id=n, outputs=w) for n, w in zip(served, written, strict=True)]
+
+
+@pytest.fixture
+def throughput_child(tmp_path, monkeypatch):
+    """A run of throughput.py's own process over a stand-in with so much room; what it leaves."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+    monkeypatch.setattr(throughput, "import_flashinfer", lambda: None)
+    monkeypatch.setattr(throughput, "compiled_when_used", dict)
+
+    def run_it(room):
+        llm = SimpleNamespace(llm_engine=StandInEngine(room))
+        for name, has in {
+            "vllm": {"LLM": lambda **_: llm, "SamplingParams": SimpleNamespace},
+            "vllm.inputs.engine": {"tokens_input": list},
+            "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA=None)},
+        }.items():
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**has))
+        asked = ["--model", str(tmp_path), "--work", str(tmp_path), "--out", str(tmp_path / "x.json")]
+        job = throughput.make_job(throughput.parse_args([*asked, "--batches", "2,4"]), "drop_in", None)
+        try:
+            throughput.child(job)
+        finally:
+            found = json.loads(Path(job["out"]).read_text())
+        return found
+
+    return run_it
+
+
+def test_throughput_measures_every_batch(throughput_child):
+    found = throughput_child(room=8)
+    assert found["done"] and list(found["decode"]) == ["4", "2"]
+    for batch, of in found["decode"].items():
+        assert of["ms_per_step"] == pytest.approx(1e3 * int(batch) / of["tokens_per_second"])
+
+
+def test_throughput_with_a_cache_that_is_too_small(throughput_child):
+    """It must not go on until the time is up, for vLLM lets the requests take turns."""
+    with pytest.raises(RuntimeError, match="1 of 4 requests .* is too small; give more --kv-gib"):
+        throughput_child(room=3)
 
 
 def test_one_at_a_time_has_the_lock(tmp_path):
