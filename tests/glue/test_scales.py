@@ -508,6 +508,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         calibrate.main(command)
     assert "vLLM's own, which cannot be watched; calibrate on Hopper." in capsys.readouterr().err
     monkeypatch.undo()
+    monkeypatch.setattr(current_platform, "device_type", "cuda")
     (tmp_path / "empty").touch()
     bad = [["--prompts", str(tmp_path / name)] for name in ("none", "empty")]
     bad += [["--output", str(path)] for path in (tmp_path / "no/s", tmp_path)]
@@ -515,3 +516,6 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stopped:
             calibrate.main([*command, *spoiled])
         assert stopped.value.code == 2 and len(calls) == 10
+    monkeypatch.setattr(current_platform, "device_type", "")
+    with pytest.raises(SystemExit, match="^vLLM finds no GPU here; "):
+        calibrate.main(["--help"])

@@ -30,6 +30,7 @@ from vllm.dsv4_overlay.config import vllm_serves_itself
 from vllm.dsv4_overlay.scales import layer_prefix
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 # Other text may reach further than the prompts did. E4M3 is floating point: room at the
 # top costs nothing until values 2^14 times smaller than the largest one matter, and a
@@ -173,6 +174,10 @@ def main(argv: list[str] | None = None) -> int:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    if not current_platform.device_type:  # without which vLLM cannot list its options
+        raise SystemExit(
+            "vLLM finds no GPU here; calibrate on the machine that serves the model."
+        )
     parser = FlexibleArgumentParser(
         prog="python -m vllm.dsv4_overlay.calibrate",
         description=__doc__,
