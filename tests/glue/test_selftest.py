@@ -83,6 +83,15 @@ def test_files_that_are_not_as_applied(tmp_path, monkeypatch):
         selftest.check_files()
 
 
+@pytest.mark.parametrize("capability, skipped", [((8, 0), 7), ((8, 9), 0), ((9, 0), 0)])
+def test_gpus_without_e4m3_skip_what_writes_it(hopper, monkeypatch, capability, skipped):
+    """Attention reads it there all the same."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: NO_LIBRARY)
+    left_out = [label for label, check, _ in selftest.all_checks() if check is selftest.skip_e4m3]
+    assert len(left_out) == skipped and not [label for label in left_out if "heads" in label]
+
+
 def test_what_is_checked(hopper, monkeypatch):
     """Files, kernels by what serves here and by Triton, every kind of layer, the GPU."""
     monkeypatch.setattr("vllm.third_party.mla_kernels.pick_provider", lambda _: ("sm90", "it serves"))
