@@ -225,6 +225,8 @@ def main(argv: list[str], root: Path) -> int:
     parser.add_argument("--tag", help=f"default: {NAME}:RELEASE-VERSION-gCOMMIT")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that works")
     parser.add_argument("--bake", action="store_true", help="print docker-bake.json and build nothing")
+    if "" in argv:
+        parser.error("an argument is empty (is a variable unset?)")
     args, options = parser.parse_known_args(argv)
     if args.bake == bool(args.release):
         parser.error("give either RELEASE or --bake")

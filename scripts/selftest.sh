@@ -12,7 +12,7 @@ END
     exit
     ;;
 esac
-[[ $# -le 1 && ${1:-} != -* ]] || { echo "error: give at most one argument, a folder." >&2; exit 1; }
+[[ $# -le 1 && ${1-x} == [!-]* ]] || { echo "error: give one folder, or no argument." >&2; exit 1; }
 source "$(dirname "$(readlink -f "$0")")/testenv.sh"
 exec 9>&- # the packages are there
 tree=$(applied "${VLLM_RELEASE:-0.22.1}" "${1:-}")

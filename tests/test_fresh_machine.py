@@ -94,6 +94,12 @@ def test_without_an_index_it_says_what_to_bring(script, clone, tmp_path):
     assert "PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [("one", "two"), ("--unheard-of",), ("",)])
+def test_wrong_arguments_of_the_self_test(arguments):
+    done = subprocess.run([ROOT / "scripts/selftest.sh", *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: give one folder, or no argument.\n")
+
+
 def test_a_release_without_a_self_test(clone, tmp_path):
     """0.23.0 to 0.32.0 have the drop-in only."""
     (clone / "scripts/testenv.sh").write_text(

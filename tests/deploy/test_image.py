@@ -64,6 +64,13 @@ def releases():
                 yield release, pins["image"]
 
 
+@pytest.mark.parametrize("option", ["--tag", "--base", "--series", "--build-arg"])
+def test_an_empty_argument(option):
+    """As of a variable that is not set."""
+    done = subprocess.run([ROOT / "docker/build.sh", "0.22.1", option, ""], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.endswith("error: an argument is empty (is a variable unset?)\n")
+
+
 def test_bake_file_is_what_the_releases_say():
     done = subprocess.run([ROOT / "docker/build.sh", "--bake"], capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "docker-bake.json").read_text(), "docker/build.sh --bake > docker-bake.json"
