@@ -254,6 +254,7 @@ def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch,
         assert [native.load(torch.device(gpu)) for gpu in kinds] == [False, True, True]
         assert [interface.pick_provider(gpu)[0] for gpu in kinds] == ["triton", "sm90", "triton"]
         assert interface.pick_provider("cuda")[0] == "sm90"  # the current one
+        assert "are for compute capability 9.0" in interface.pick_provider("cuda:0")[1]
         assert [flash_mla.pick_provider(torch.device(gpu)) for gpu in kinds] == ["triton", "sm90", "triton"]
     finally:
         for cache in caches:

@@ -298,21 +298,22 @@ def test_padding_tokens_are_zero(device, provider):
 
 
 def test_dense_queries_of_several_tokens(device, provider):
-    """[batch, q_len]: token i of q_len sees q_len - 1 - i tokens less than the last."""
-    case = Case(device, tokens=6, heads=8, seed=5)
-    seq_lens = torch.tensor([70, 1000, 2], dtype=torch.int32)
-    case.visible = torch.tensor([69, 70, 999, 1000, 1, 2], dtype=torch.int32)
+    """[batch, q_len]: token i of q_len sees q_len - 1 - i tokens less than the last. Two requests are padding."""
+    case = Case(device, tokens=10, heads=8, seed=5)
+    seq_lens = torch.tensor([70, 1000, 2, 0, -1], dtype=torch.int32)
+    case.visible = torch.tensor([69, 70, 999, 1000, 1, 2, 0, 0, 0, 0], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
-    out = case.run(provider, query=case.query.view(3, 2, 8, 512), seq_lens=seq_lens)
+    out = case.run(provider, query=case.query.view(5, 2, 8, 512), seq_lens=seq_lens)
     assert excess_error(out, case.expected()) < case.tolerance(provider)
+    assert not out[6:].any()
 
 
 def test_ragged_queries(device, provider):
-    """Queries of 1, 0, 4 and 2 tokens, then two tokens of padding behind the last request."""
-    case = Case(device, tokens=9, heads=8, seed=6)
-    cum = torch.tensor([0, 1, 1, 5, 7], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor([300, 9, 4, 128], dtype=torch.int32)
-    case.visible = torch.tensor([300, 1, 2, 3, 4, 127, 128, 0, 0], dtype=torch.int32)
+    """Queries of 1, 0, 4 and 2 tokens, one of 2 that is padding, then two such tokens behind the last request."""
+    case = Case(device, tokens=11, heads=8, seed=6)
+    cum = torch.tensor([0, 1, 1, 5, 7, 9], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([300, 9, 4, 128, 0], dtype=torch.int32)
+    case.visible = torch.tensor([300, 1, 2, 3, 4, 127, 128, 0, 0, 0, 0], dtype=torch.int32)
     case.indices = case.table(12 * 64, 12 * 64)
     out = case.run(provider, query=case.query, seq_lens=seq_lens, cum_seq_lens_q=cum, max_q_len=4)
     assert excess_error(out, case.expected()) < case.tolerance(provider)
@@ -480,13 +481,14 @@ def test_one_query_for_all_tokens(device, fast_provider, kv_dtype):
     assert excess_error(out, case.expected()) < case.tolerance(fast_provider)
 
 
-def test_window_only_layer(device, provider):
-    case = Case(device, tokens=3, heads=8, width=128, seed=12)
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+def test_window_only_layer(device, provider, dtype):
+    case = Case(device, tokens=3, heads=8, q_dtype=dtype, kv_dtype=dtype, width=128, seed=12)
     out = sparse_mla(
         case.query[:, None], case.swa[:, None], None, case.indices, None, case.topk_lens.to(device),
         case.visible.to(device), bmm1_scale=case.bmm1, sinks=case.sinks, provider=provider,
     )  # fmt: skip
-    assert excess_error(out[:, 0], case.expected()) < case.tolerance(provider)
+    assert out.dtype == BF16 and excess_error(out[:, 0], case.expected()) < case.tolerance(provider)
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
@@ -577,6 +579,31 @@ def test_pick_says_why():
     assert name == "reference" and "cpu" in why
 
 
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_who_serves_is_who_was_asked(name):
+    """All are right, so no result of theirs tells one from another."""
+    assert interface._load_provider(name).__name__ == f"sparse_mla_{name}"
+
+
+def test_signatures_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(interface, "_MOST_SIGNATURES", 3)
+    known = set()
+    for length in range(9):
+        interface.remember(known, (length,))
+        assert (length,) in known and len(known) <= 3
+
+
+def bf16(*shape):
+    return torch.zeros(shape, dtype=BF16)
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+RAGGED = dict(query=bf16(2, 8, 512), cum_seq_lens_q=ints(3), max_q_len=1)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -603,9 +630,34 @@ def test_pick_says_why():
         (dict(bmm2_scale=torch.ones(1, dtype=BF16)), "bmm2_scale must be a float, or one float32 element"),
         (dict(bmm2_scale=torch.ones(1, device="meta")), "bmm2_scale must be a float, or one float32 element"),
         (dict(provider="fastest"), "no provider 'fastest'"),
+        (dict(query=bf16(2, 8, 512)), "query must be [batch, q_len, heads, 512]"),
+        (dict(query=bf16(2, 1, 0, 512)), "1 to 128 heads"),
+        (dict(query=bf16(2, 3, 8, 512)[:, :2]), "must merge without a copy"),
+        (dict(query=bf16(2, 2, 8, 512), out=bf16(2, 3, 8, 512)[:, :2]), "must merge without a copy"),
+        (dict(query=bf16(2, 1, 8, 1024)[..., ::2]), "of query and sparse_indices must be contiguous"),
+        (dict(sparse_indices=ints(2, 384)[:, ::2]), "of query and sparse_indices must be contiguous"),
+        (dict(sparse_indices=ints(3, 192)), "sparse_indices must be [2, width]"),
+        (dict(sparse_indices=ints(2, 124)), "width >= 128"),
+        (dict(sparse_topk_lens=ints(2).long()), "sparse_topk_lens must be int32"),
+        (dict(seq_lens=ints(2).long()), "seq_lens must be int32"),
+        (dict(out=bf16(1, 2, 8, 512)), "out must be bfloat16 of query's shape"),
+        (dict(out=bf16(2, 1, 8, 1024)[..., ::2]), "out must be bfloat16 of query's shape"),
+        (dict(sinks=torch.zeros(8, dtype=torch.float64)), "sinks must be float32 [8]"),
+        (dict(swa_kv_cache=bf16(4, 1, 64, 256)), "swa_kv_cache must be"),
+        (dict(compressed_kv_cache=bf16(4, 64, 1, 512)), "compressed_kv_cache must be"),
+        (dict(swa_kv_cache=bf16(4, 0, 1, 512), kv_layout="NHD"), "swa_kv_cache must be [pages, page, 1, 512]"),
+        (dict(swa_kv_cache=bf16(4, 1, 64, 1024)[..., ::2]), "swa_kv_cache must hold contiguous rows"),
+        (dict(swa_kv_cache=torch.zeros(4, 1, 64, 512)), "swa_kv_cache must hold contiguous rows of bfloat16"),
+        (dict(swa_kv_cache=bf16(4, 1, 64, 512).to("meta")), "on query's device cpu, one is on meta"),
+        (dict(out=bf16(2, 1, 8, 512).to("meta")), "on query's device cpu, one is on meta"),
+        (RAGGED | dict(max_q_len=None), "go together"),
+        (RAGGED | dict(cum_seq_lens_q=ints(3).long()), "cum_seq_lens_q must be int32"),
+        (RAGGED | dict(cum_seq_lens_q=ints(6)[::2]), "cum_seq_lens_q must be contiguous"),
+        (RAGGED | dict(cum_seq_lens_q=ints(3).to("meta")), "on query's device cpu, one is on meta"),
     ],
 )
 def test_refusals(change, message):
+    """A right call before does not let the wrong one pass unchecked."""
     arguments = dict(
         query=torch.zeros(2, 1, 8, 512, dtype=BF16),
         swa_kv_cache=torch.zeros(4, 1, 64, 512, dtype=BF16),
@@ -615,6 +667,7 @@ def test_refusals(change, message):
         sparse_topk_lens=torch.zeros(2, dtype=torch.int32),
         seq_lens=torch.zeros(2, dtype=torch.int32),
     )
+    sparse_mla(**arguments)
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
         sparse_mla(**(arguments | change))
 
