@@ -453,15 +453,15 @@ def _validate_pool(cache: torch.Tensor, name: str, kv_layout: str) -> None:
 def _visible_tokens(
     seq_lens: torch.Tensor, cum_seq_lens_q: torch.Tensor | None, tokens: int, q_len: int
 ) -> torch.Tensor:
-    """Cached tokens that each query token sees, int32 `[tokens]`, on the device and
-    without a sync."""
+    """Cached tokens that each query token sees, <= 0 for padding, int32 `[tokens]`, on
+    the device and without a sync."""
     if cum_seq_lens_q is None:
         if q_len == 1:
             return seq_lens
         offset = torch.arange(1 - q_len, 1, dtype=torch.int32, device=seq_lens.device)
-        return (seq_lens[:, None] + offset).where(seq_lens[:, None] > 0, 0).view(tokens)
+        return (seq_lens[:, None] + offset).view(tokens)
     token = torch.arange(tokens, dtype=torch.int32, device=seq_lens.device)
     request = torch.searchsorted(cum_seq_lens_q, token, right=True, out_int32=True) - 1
     request = request.clamp(0, seq_lens.numel() - 1)
     visible = seq_lens[request] - (cum_seq_lens_q[request + 1] - 1 - token)
-    return visible.where((token < cum_seq_lens_q[-1]) & (seq_lens[request] > 0), 0)
+    return visible.where(token < cum_seq_lens_q[-1], 0)
