@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from mla_kernels import checks, flash_mla, flash_mla_sparse_fwd, flash_mla_with_kvcache, triton_sparse_mla
+from mla_kernels import (
+    checks,
+    flash_mla,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    reference,
+    triton_sparse_mla,
+)
 from mla_kernels.attention import KeyPool
 from mla_kernels.row_formats import V32
 from test_sparse_mla import (
@@ -496,6 +503,17 @@ def test_splits_agree_with_the_definition(device, monkeypatch, rows, splits):
     Case(rows, device, extra=100 if rows in PACKED else None, columns=130, seed=11).check("triton")
 
 
+def test_the_reference_takes_a_few_tokens_at_a_time(monkeypatch, rows):
+    """Other calls here are not large enough for it to take them in parts."""
+    extra = 30 if rows in PACKED else None
+    case = Case(rows, torch.device("cpu"), batch=5, columns=70, extra=extra, seed=24)
+    attend, parts = reference._attend, []
+    monkeypatch.setattr(reference, "_GATHERED_FLOATS", 2 * (70 + (extra or 0)) * case.dim)
+    monkeypatch.setattr(reference, "_attend", lambda call, part: parts.append(part) or attend(call, part))
+    case.check("reference")
+    assert len(parts) == 3
+
+
 @pytest.mark.parametrize("packed", PACKED)
 def test_e4m3_by_integers(device, monkeypatch, packed):
     """What GPUs before compute capability 8.9 do."""
@@ -590,6 +608,12 @@ def test_the_scale_of_a_call_without_one(device, packed, dim):
     want = case.run("reference")[0]
     case.scale = None
     assert torch.equal(case.run("reference")[0], want)
+    Case(packed, device, scale=0.0).check("reference")  # 0 is a scale
+
+
+@pytest.mark.parametrize("name", flash_mla.PROVIDERS)
+def test_who_serves_is_who_was_asked(name):
+    assert flash_mla._load_provider(name).__name__ == f"attend_{name}"
 
 
 def test_dense_mla_is_flashmlas():
@@ -651,6 +675,9 @@ def test_refusals_of_decode(change, message):
         indices=ints(2, 1, 64),
     )  # fmt: skip
     flash_mla_with_kvcache(**arguments, enable_batch_invariant=False)  # as vLLM 0.33.0 names it
+    # Strides that lead nowhere: to another row of a block of one, to another head of one.
+    one = dict(k_cache=bytes_(4, 1, 1, 660)[..., :656], attn_sink=torch.zeros(1, 3)[:, 0])
+    flash_mla_with_kvcache(**arguments | one | dict(q=arguments["q"][:, :, :1]))
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
         flash_mla_with_kvcache(**arguments | change)
 
@@ -774,6 +801,7 @@ def test_spans_of_what_is_served():
             assert {1, 512, 4096} <= tokens
             assert all(first < last <= 512 for first, last in spans if last is not None)
             assert {size for span in spans for size in span} <= tokens | {0, None}
+            assert flash_mla.serves(rows, heads) == all(flash_mla.serves(rows, heads, n) for n in range(1, 5000))
             for _, last in spans:
                 assert last is None or [flash_mla.serves(rows, heads, last + n) for n in (0, 1)] == [True, False]
 

@@ -7,7 +7,7 @@ FlashMLA has them, 1.3e-3. The sm90 kernel with 64 heads on M has BF16 weights o
 
 import pytest
 import torch
-from mla_kernels import PROVIDERS, checks, interface, pick_provider, sm90, sparse_mla
+from mla_kernels import PROVIDERS, checks, interface, pick_provider, reference, sm90, sparse_mla
 
 TOLERANCE = 4e-4
 # A weight just above a power of two is off by up to 2^-8 of it, evenly spread.
@@ -455,6 +455,16 @@ def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype)
     case.visible[1] = 0
     case.indices = case.table(12 * 64, 12 * 64)
     assert excess_error(case.run("triton"), case.expected()) < TOLERANCE
+
+
+def test_the_reference_takes_a_few_tokens_at_a_time(monkeypatch):
+    """Other calls here are not large enough for it to take them in parts."""
+    case = Case(torch.device("cpu"), tokens=5, heads=8, seed=32)
+    case.visible[[1, 4]] = 0
+    attend, parts = reference._attend, []
+    monkeypatch.setattr(reference, "_GATHERED_FLOATS", 2 * case.width * 512)
+    monkeypatch.setattr(reference, "_attend", lambda call, part: parts.append(part) or attend(call, part))
+    assert excess_error(case.run("reference"), case.expected()) < TOLERANCE and len(parts) == 3
 
 
 @pytest.mark.parametrize("q_dtype, kv_dtype", [(BF16, BF16), (BF16, E4M3), (E4M3, E4M3)])
