@@ -98,12 +98,12 @@ class Case:
         self.indices = self.table(pages * swa_page, pages * page)
 
     def pool(self, pages, page, dtype, padded):
-        # The last page belongs to nobody and is NaN; a padded page stride leaves NaN between the pages.
-        stride = page * 512 + (576 if padded else 0)
-        raw = torch.full((pages + 1, stride), float("nan"))
-        raw[:pages, : page * 512] = torch.randn(pages, page * 512, generator=self.gen)
-        raw = raw.to(dtype).to(self.device)
-        return raw[:, : page * 512].unflatten(1, (page, 512))
+        # The last page belongs to nobody and is NaN; padding leaves NaN between pages, or between rows too.
+        row = 576 if padded == "rows" else 512
+        raw = torch.full((pages + 1, page * row + (576 if padded else 0)), float("nan")).to(dtype).to(self.device)
+        pool = raw[:, : page * row].unflatten(1, (page, row))[..., :512]
+        pool[:pages] = torch.randn(pages, page, 512, generator=self.gen).to(dtype).to(self.device)
+        return pool
 
     def table(self, swa_rows, rows):
         """Flat rows; past the lengths -1 on even tokens and stale rows (the NaN page) on odd ones."""
@@ -264,9 +264,9 @@ def test_missing_rows_in_batches(device, fast_provider, tokens, heads, kv_dtype)
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, "pages", "rows"])
 def test_pages_strides_and_layouts(device, provider, kv_dtype, layout, padded):
-    """Page sizes that differ between the pools, as in C128A layers, and padded pages."""
+    """Page sizes that differ between the pools, as in C128A layers, and padded pages and rows."""
     case = Case(device, tokens=5, heads=8, kv_dtype=kv_dtype, page=2, pages=40, padded=padded, seed=7)
     assert excess_error(case.run(provider, layout=layout), case.expected()) < case.tolerance(provider)
 
