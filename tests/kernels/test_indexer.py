@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_kernels import indexer
+from mla_kernels import indexer, sm90
 from test_sparse_mla import skip_unless_served
 
 FP8 = torch.float8_e4m3fn
@@ -28,6 +28,13 @@ def definition(q, keys, weights):
     return torch.einsum("thk,th->tk", products, weights.double())
 
 
+def apart(x, device):
+    """Its rows in a wider tensor."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 16, dtype=x.dtype, device=device)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
 def close(have, want, clean=True):
     have = have.cpu().double()
     seen = want != -INF
@@ -43,20 +50,22 @@ def test_scores(device, provider, dtype, heads, from_start, clean):
     gen = torch.Generator().manual_seed(heads)
     keys = draw(gen, 150, 128, std=8.0 if dtype == FP8 else 1.0).to(dtype)
     scales = None if dtype == torch.bfloat16 else torch.rand(150, generator=gen) + 0.1
-    q, weights = query(gen, 7, heads, 128, dtype)
-    # Two requests of a chunk, a token without a key, one that sees all, one past the end.
-    starts = torch.tensor([0, 0, 60, 60, 60, 0, 140], dtype=torch.int32)
-    ends = torch.tensor([1, 59, 61, 150, 60, 150, 170], dtype=torch.int32)
-    width = 150 if from_start else None
+    q, weights = query(gen, 8, heads, 128, dtype)
+    # Two requests of a chunk, a token without a key, one that sees all, one past the end, one before the start.
+    starts = torch.tensor([0, 0, 60, 60, 60, 0, 140, -5], dtype=torch.int32)
+    ends = torch.tensor([1, 59, 61, 150, 60, 150, 170, 3], dtype=torch.int32)
+    width = 100 if from_start else None
     values = keys.double() * (1 if scales is None else scales.double()[:, None])
     whole = definition(q, values, weights)
-    want = torch.full((7, 150), -INF, dtype=torch.float64)
+    want = torch.full((8, 150), -INF, dtype=torch.float64)
     for token, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        end = min(end, 150)
         first = start if from_start else 0
+        start, end = max(start, 0), min(end, 150)
         want[token, start - first : end - first] = whole[token, start:end]
-    given = [None if x is None else x.to(device) for x in (q, keys, scales, weights, starts, ends)]
-    close(indexer.indexer_scores(*given, width, clean=clean, provider=provider), want, clean)
+    q, scales, starts, ends = (None if x is None else x.to(device) for x in (q, scales, starts, ends))
+    keys, weights = apart(keys, device), apart(weights, device)
+    scores = indexer.indexer_scores(q, keys, scales, weights, starts, ends, width, clean=clean, provider=provider)
+    close(scores, want[:, :width], clean)
 
 
 def test_a_grid_for_more_keys_than_its_second_dimension_has_programs(device, monkeypatch):
@@ -104,6 +113,25 @@ def test_scores_of_pages(device, provider, q_len, padding, clean):
     cache = store if not padding else store.as_strided(cache.shape, cache.stride())
     given = q.view(2, q_len, 64, 128).to(device), cache.unsqueeze(2), weights.to(device), lengths.int().to(device)
     close(indexer.paged_indexer_scores(*given, table.to(device), 200, clean=clean, provider=provider), want, clean)
+
+
+@PROVIDERS
+def test_scores_of_pages_that_are_not_there(device, provider):
+    """Numbers of no block, and positions behind a row of the table, which is a part of a wider one."""
+    gen = torch.Generator().manual_seed(4)
+    cache, keys = pages(gen, 9, 64, 128)
+    wide = torch.tensor([[4, 9, 7, 3], [-1, 8, 2**31 - 1, 5]], dtype=torch.int32, device=device)
+    q, weights = query(gen, 2, 64, 128, FP8)
+    want = torch.full((2, 250), -INF, dtype=torch.float64)
+    for token, column, block in ((0, 0, 4), (0, 2, 7), (1, 1, 8)):
+        part = slice(token, token + 1)
+        want[token, column * 64 : column * 64 + 64] = definition(q[part], keys[block], weights[part])[0]
+    lengths = torch.tensor([250, 250], dtype=torch.int32, device=device)
+    have = indexer.paged_indexer_scores(
+        q.view(2, 1, 64, 128).to(device), cache.to(device), apart(weights, device), lengths, wide[:, :3], 250,
+        provider=provider,
+    )  # fmt: skip
+    close(have, want)
 
 
 @PROVIDERS
@@ -285,6 +313,37 @@ def test_refusals_of_the_kernel_for_hopper(change, error, words):
         indexer.indexer_topk(**given | change, provider="sm90")
 
 
+@pytest.mark.parametrize("columns, k, fits", [(262144, 8191, True), (262145, 1, False), (1, 8192, False)])
+def test_what_the_kernel_for_hopper_picks_from(monkeypatch, columns, k, fits):
+    """Up to csrc/topk.h's sizes, and never from `starts`."""
+    picked = []
+    monkeypatch.setattr(sm90, "serves", lambda capability: True)
+    monkeypatch.setattr(indexer, "topk_sm90", lambda scores, ends, out: picked.append(scores))
+    scores, ends = torch.zeros(1, columns), torch.zeros(1).int()
+    indexer.indexer_topk(scores, None, ends, k)
+    assert len(picked) == fits
+    assert (indexer.indexer_topk(scores, torch.zeros(1).int(), ends, k) == -1).all() and len(picked) == fits
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(scores=torch.zeros(2, 8).double()), r"scores must be float32 \[rows, columns\]"),
+        (dict(scores=torch.zeros(2, 8, 2)), r"scores must be float32 \[rows, columns\]"),
+        (dict(scores=torch.zeros(8, 2).T), "scores must be contiguous in its last dimension"),
+        (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\]"),
+        (dict(ends=torch.ones(3).int()), r"ends must be torch.int32 \[2\]"),
+        (dict(ends=torch.ones(4).int()[::2]), r"ends must be torch.int32 \[2\], contiguous"),
+        (dict(out=torch.zeros(2, 4).long()), r"out must be int32 \[2, 4\]"),
+        (dict(out=torch.zeros(2, 5).int()), r"out must be int32 \[2, 4\]"),
+        (dict(out=torch.zeros(4, 2).int().T), "out must be contiguous in its last dimension"),
+    ],
+)
+def test_refusals_of_picks(change, words):
+    with pytest.raises(ValueError, match=words):
+        indexer.indexer_topk(**dict(scores=torch.zeros(2, 8), starts=None, ends=torch.ones(2).int(), k=4) | change)
+
+
 @pytest.mark.parametrize("name", ["starts", "ends", "out"])
 def test_picks_of_one_gpu(name):
     given = dict(scores=torch.zeros(2, 8), starts=torch.zeros(2).int(), ends=torch.ones(2).int(), k=4)
@@ -305,6 +364,16 @@ def arguments():
     [
         (dict(q=torch.zeros(2, 4, 16)), "q must be E4M3 or BF16"),
         (dict(q=torch.zeros(2, 4, 24).to(FP8)), "its last dimension a power of two"),
+        (dict(q=torch.zeros(2, 4, 8).to(FP8)), "a power of two from 16 on"),
+        (dict(q=torch.zeros(2, 1, 4, 16).to(FP8)), "q must be E4M3 or BF16"),
+        (dict(q=torch.zeros(4, 2, 16).to(FP8).transpose(0, 1)), "q must be E4M3 or BF16, contiguous"),
+        (dict(keys=torch.zeros(5, 16, 16).to(FP8)), r"keys must be torch.float8_e4m3fn \[keys, 16\]"),
+        (dict(keys=torch.zeros(5, 32).to(FP8)), r"keys must be torch.float8_e4m3fn \[keys, 16\]"),
+        (dict(keys=torch.zeros(16, 5).to(FP8).T), "keys must be contiguous in its last dimension"),
+        (dict(weights=torch.ones(4, 2).T), "weights must be contiguous in its last dimension"),
+        (dict(weights=torch.ones(2, 4, device="meta")), "weights must be on cpu, got meta"),
+        (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\]"),
+        (dict(ends=torch.ones(4, dtype=torch.int32)[::2]), r"ends must be torch.int32 \[2\], contiguous"),
         (dict(keys=torch.zeros(5, 16).bfloat16()), r"keys must be torch.float8_e4m3fn \[keys, 16\]"),
         (dict(weights=torch.ones(2, 5)), r"weights must be float32 \[2, 4\]"),
         (dict(key_scales=torch.ones(4)), r"key_scales must be torch.float32 \[5\]"),
@@ -324,6 +393,13 @@ def test_refusals(change, words):
     "change, words",
     [
         (dict(cache=torch.zeros(3, 64, 20)), r"q must be E4M3 and cache uint8 \[blocks, block_size, 20\]"),
+        (dict(q=torch.zeros(2, 1, 4, 16).bfloat16()), "q must be E4M3"),
+        (dict(cache=torch.zeros(3, 64, 16, dtype=torch.uint8)), r"cache uint8 \[blocks, block_size, 20\]"),
+        (dict(cache=torch.zeros(3, 1282, dtype=torch.uint8)[:, :1280].view(3, 64, 20)), "a multiple of 4 bytes"),
+        (dict(context_lens=torch.ones(2)), r"context_lens must be int32 \[2, 1\]"),
+        (dict(context_lens=torch.ones(2, device="meta").int()), "context_lens must be on cpu"),
+        (dict(block_table=torch.zeros(2, 3)), "block_table must be int32 of 2 rows"),
+        (dict(block_table=torch.zeros(3, 2, dtype=torch.int32).T), "block_table must be contiguous in its last"),
         (dict(context_lens=torch.ones(3, dtype=torch.int32)), r"context_lens must be int32 \[2, 1\]"),
         (dict(block_table=torch.zeros(1, 3, dtype=torch.int32)), "block_table must be int32 of 2 rows"),
         (dict(cache=torch.zeros(3, 64, 40, dtype=torch.uint8)[..., :20]), "a block of cache must be in one piece"),
