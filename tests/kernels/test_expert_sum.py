@@ -37,6 +37,8 @@ def test_what_does_not_fit(device):
         ((outputs[0], out), "tokens, experts, hidden"),
         ((outputs, out[:3]), r"out must be \[4, 64\]"),
         ((outputs, out.float()), "bfloat16"),
+        ((outputs, out.to("meta")), "out must be .*, got .* on meta"),
+        ((outputs, torch.zeros(64, 4, dtype=torch.bfloat16, device=device).T), "out must be .* contiguous"),
     ):
         with pytest.raises(ValueError, match=word):
             expert_sum(*arguments)

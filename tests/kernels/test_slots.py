@@ -136,13 +136,25 @@ def test_native_slots_in_a_graph_behind_what_writes_their_arguments(device):
         (dict(prefill_of_token=torch.zeros(2, dtype=torch.int32)), "prefill_of_token and workspace_starts go"),
         (dict(block_size=0), "block_size must be at least 1, and is 0"),
         (dict(out=torch.zeros(2, 4, dtype=torch.int32)), r"out must be \[2, 3\], got \[2, 4\]"),
+        (dict(out=torch.zeros(3, dtype=torch.int32)), "out must be int32 of 2 dimensions"),
+        (dict(rows=torch.zeros(3, 2, dtype=torch.int32).T), "rows must be contiguous in its last dimension"),
+        (dict(block_table=torch.zeros(2, 4)), "block_table must be int32 of 2 dimensions"),
+        (dict(block_table=torch.zeros(2, 4, device="meta").int()), "block_table must be on cpu, and is on meta"),
+        (
+            dict(prefill_of_token=torch.zeros(1).int(), workspace_starts=torch.zeros(1).int()),
+            "prefill_of_token has 1 elements for 2 tokens",
+        ),
         (dict(provider="cuda"), "slots have no provider 'cuda'; they have reference, triton, sm90"),
     ],
 )
 def test_refusals(change, words):
+    """A right call before does not let the wrong one pass unchecked."""
     arguments = dict(
         rows=torch.zeros(2, 3, dtype=torch.int32), request_of_token=torch.zeros(2, dtype=torch.int32),
         block_table=torch.zeros(2, 4, dtype=torch.int32), block_size=PAGE,
     )  # fmt: skip
+    request_rows_to_slots(**arguments)
+    one_column = torch.zeros(1, 2, dtype=torch.int32).T  # whose stride leads nowhere
+    request_rows_to_slots(**arguments | dict(block_table=one_column))
     with pytest.raises(ValueError, match=words):
         request_rows_to_slots(**arguments | change)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_kernels import build_sparse_index_table
+from mla_kernels import build_sparse_index_table, sparse_index
 
 STALE = 7_777_777
 
@@ -109,6 +109,24 @@ def test_picks_that_are_no_rows_are_missing(device):
     assert torch.equal(batch.build().indices.cpu(), want)
 
 
+def test_nothing_is_written_behind_the_table(device, monkeypatch):
+    """Its last rows are of a token, then of padding; widths are no multiple of what a program writes."""
+    empty, behind = torch.empty, []
+
+    def guarded(*shape, **options):
+        size = torch.Size(shape).numel()
+        store = empty(size + 256, **options).fill_(7)
+        behind.append(store[size:])
+        return store[:size].view(shape)
+
+    for padding in (0, 3):
+        batch = Batch(device, [1, 2], [300, 400], 4, 64, padding=padding)
+        with monkeypatch.context() as patch:
+            patch.setattr(sparse_index.torch, "empty", guarded)
+            batch.build()
+    assert len(behind) >= 6 and all((store == 7).all() for store in behind)
+
+
 @pytest.mark.gpu
 def test_a_gpu_that_is_not_the_current_one(second_gpu):
     test_table(second_gpu, *CASES[1], 4, 64)
@@ -125,6 +143,11 @@ def test_no_tokens(device):
     [
         (dict(seq_lens=torch.zeros(3, 2, dtype=torch.int32)[:, 0]), "seq_lens must be contiguous in its last"),
         (dict(swa_block_table=torch.zeros(4, 3, dtype=torch.int32).T), "swa_block_table must be contiguous"),
+        (dict(token_to_request=torch.zeros(6, dtype=torch.int32)[::2]), "token_to_request must be contiguous"),
+        (dict(is_valid_token=torch.ones(6, dtype=torch.bool)[::2]), "is_valid_token must be contiguous"),
+        (dict(query_start_loc=torch.zeros(8, dtype=torch.int32)[::2]), "query_start_loc must be contiguous"),
+        (dict(compressed_block_table=torch.zeros(4, 3, dtype=torch.int32).T), "compressed_block_table must be"),
+        (dict(topk_indices=torch.zeros(64, 3, dtype=torch.int32).T), "topk_indices must be contiguous"),
         (dict(compressed_block_table=None, topk_indices=None), "compressed_width is 64, and there is no"),
         (dict(topk_indices=torch.zeros(3, 32, dtype=torch.int32)), "topk_indices has 32 columns, and"),
     ],
@@ -137,5 +160,7 @@ def test_refusals(change, words):
         swa_block_table=table, swa_block_size=64, num_tokens=3, compress_ratio=4, compressed_block_table=table,
         compressed_block_size=64, compressed_width=64, topk_indices=torch.zeros(3, 64, dtype=torch.int32),
     )  # fmt: skip
+    one_column = torch.zeros(1, 3, dtype=torch.int32).T  # whose stride leads nowhere
+    build_sparse_index_table(**arguments | dict(swa_block_table=one_column, num_tokens=0))
     with pytest.raises(ValueError, match=words):
         build_sparse_index_table(**arguments | change)
