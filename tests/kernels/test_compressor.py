@@ -372,6 +372,12 @@ BAD_ARGUMENTS = {
     "scale dtype": ("fp8_scale", lambda scale: torch.tensor([scale]), "fp8_scale must be a float"),
     "no scale": ("fp8_scale", lambda scale: None, "cannot be"),
     "device": ("kv_slot_mapping", lambda slots: slots.to("meta"), "kv_slot_mapping must be on"),
+    "state dims": ("state_cache", lambda state: state[0], "state_cache must be"),
+    "state stride": ("state_cache", lambda s: s.repeat(1, 1, 2)[..., ::2], "state_cache must be"),
+    "table dims": ("block_table", lambda table: table[0], "block_table must be"),
+    "table device": ("block_table", lambda table: table.to("meta"), "block_table must be on"),
+    "weight device": ("rms_norm_weight", lambda w: w.to("meta"), "rms_norm_weight must be on"),
+    "cos_sin device": ("cos_sin_cache", lambda c: c.to("meta"), "cos_sin_cache must be on"),
 }
 
 

@@ -469,6 +469,18 @@ BAD_ARGUMENTS = {
     "q_fp8 shape": ("q_fp8", lambda q: q[:, :2], "q_fp8 must be"),
     "q_fp8 dtype": ("q_fp8", lambda q: q.view(torch.uint8), "q_fp8 must be"),
     "device": ("slots", lambda slots: slots.to("meta"), "slot_mapping must be on"),
+    "q dims": ("q", lambda q: q[0], "q must be"),
+    "q rows": ("q", lambda q: q[:2], "rows of kv"),
+    "kv dims": ("kv", lambda kv: kv[0], "kv must be"),
+    "kv last stride": ("kv", lambda kv: kv.repeat(1, 2)[:, ::2], "kv must be"),
+    "kv device": ("kv", lambda kv: kv.to("meta"), "kv must be on"),
+    "slot dims": ("slots", lambda slots: slots[:, None], "slot_mapping must be"),
+    "cos_sin dims": ("cos_sin", lambda cos_sin: cos_sin[0], "cos_sin_cache must be"),
+    "cos_sin last stride": ("cos_sin", lambda c: c.repeat(1, 2)[:, ::2], "cos_sin_cache must be"),
+    "cos_sin device": ("cos_sin", lambda cos_sin: cos_sin.to("meta"), "cos_sin_cache must be on"),
+    "cache device": ("cache", lambda cache: cache.to("meta"), "k_cache must be on"),
+    "q_fp8 last stride": ("q_fp8", lambda q: q.mT.contiguous().mT, "q_fp8 must be"),
+    "q_fp8 device": ("q_fp8", lambda q: q.to("meta"), "q_fp8 must be on"),
 }
 
 
@@ -483,6 +495,16 @@ def test_bad_argument_is_refused(name, device, implementation):
         refuse = native_kernel("full_cache_fp8_insert")
     with pytest.raises(ValueError, match=message):
         refuse(*case.args())
+
+
+@pytest.mark.parametrize("name", ["fp8_scale", "q_fp8_scale_inv"])
+def test_a_scale_is_a_float(name, device):
+    """Of Triton's alone: an operator's schema says it."""
+    case = Case("full_cache_fp8_insert", device)
+    attribute = name.replace("q_fp8", "q")
+    setattr(case, attribute, torch.tensor(getattr(case, attribute)))
+    with pytest.raises(ValueError, match=f"^{name} must be a float, got Tensor"):
+        insert.full_cache_fp8_insert(*case.args())
 
 
 def test_cache_of_the_other_format_is_refused(device):

@@ -206,7 +206,7 @@ def test_neighbours_in_the_batch_are_not_taken_for_the_window(device):
     """Other requests, at the positions that a window lacks; and the same request's tokens, of another place."""
     case = Case("C4", device, [8, 8, 8], seed=4)
     case.step((0, 0, 7), (1, 0, 5), (2, 0, 7))
-    case.step((2, 7, 8), (1, 5, 7), (0, 7, 8))
+    case.step((2, 7, 8), (1, 5, 7), (0, 3, 4), (0, 7, 8))
     assert case.check(tokens_of((0, 0, 8), (1, 0, 7), (2, 0, 8))) == 5
 
 
@@ -274,6 +274,18 @@ BAD_ARGUMENTS = {
     "weight stride": ("rms_norm_weight", lambda w: w.repeat(2)[::2], "rms_norm_weight must be"),
     "device": ("kv_slot_mapping", lambda slots: slots.to("meta"), "kv_slot_mapping must be on"),
     "few positions": ("positions", lambda positions: positions[:3], "as many states"),
+    "few states": ("kv_score", lambda score: score[:3], "as many states"),
+    "channels": ("rms_norm_weight", lambda weight: weight[:448], "no rows of 448 channels"),
+    "score stride": ("kv_score", lambda score: score.repeat(1, 2)[:, ::2], "kv_score must be"),
+    "ape rows": ("ape", lambda ape: ape[:2], "ape must be"),
+    "ape rows apart": ("ape", lambda ape: ape.repeat(1, 2)[:, : ape.shape[1]], "ape must be contiguous"),
+    "cache dims": ("kv_cache", lambda cache: cache[0], "kv_cache must be"),
+    "cache rows apart": ("kv_cache", lambda cache: cache.repeat(1, 2, 1)[:, ::2], "kv_cache must be"),
+    "cos_sin width": ("cos_sin_cache", lambda cache: cache[:, :32], "cos_sin_cache must be"),
+    **{
+        f"device of {name}": (name, lambda tensor: tensor.to("meta"), f"{name} must be on")
+        for name in ("kv_score", "ape", "block_table", "cos_sin_cache", "kv_cache", "rms_norm_weight")
+    },
 }
 
 
