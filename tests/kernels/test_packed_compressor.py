@@ -112,7 +112,7 @@ class Case:
             values = (rounded * torch.exp2(-exponent)).clamp(-448, 448).to(E4M3)
             return values.view(torch.uint8), torch.exp2(exponent).view(1).view(torch.uint8)
         groups = rounded[:448].view(7, 64)
-        exponent = (groups.abs().amax(1).clamp(min=1e-4) / 448).log2().ceil()
+        exponent = (groups.abs().amax(1) / 448).clamp(min=1e-4).log2().ceil()
         values = (groups * torch.exp2(-exponent)[:, None]).clamp(-448, 448).to(E4M3).flatten()
         values = torch.cat([values.view(torch.uint8), rounded[448:].bfloat16().view(torch.uint8)])
         return values, torch.cat([exponent + 127, torch.zeros(1)]).to(torch.uint8)
@@ -167,6 +167,17 @@ def test_matches_definition(kind, dtype, device):
     then = [(2, ratio, ratio + 1), (0, 3 * ratio - 1, 3 * ratio), (3, 0, 2), (1, 2 * ratio - 2, 2 * ratio)]
     case.step(*then, pad=3)
     assert case.check(tokens_of(*first, *then)) == 3 + 2 + 1
+
+
+@kinds
+@pytest.mark.parametrize("factor", [1e-6, 1e-8])
+def test_eps_and_the_smallest_scale_rule_where_values_are_small(kind, factor, device):
+    """vLLM's bound of attention's rows is of the scale, and the indexer's of the largest value."""
+    ratio, _ = KINDS[kind]
+    case = Case(kind, device, [2 * ratio], seed=9)
+    case.inputs[0][:, 0] *= factor
+    case.step((0, 0, 2 * ratio))
+    assert case.check(tokens_of((0, 0, 2 * ratio))) == 2
 
 
 @kinds
