@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -426,6 +427,14 @@ def test_import_under_a_second_name(monkeypatch, device):
     again = importlib.import_module("third_party.mla_kernels.insert")
     assert again is not insert
     check_against_definition(Case("full_cache_bf16_insert", device))
+
+
+@pytest.mark.parametrize("is_cuda, loaded", [(False, []), (True, ["the tensors' GPU"])])
+def test_the_library_is_loaded_for_the_gpu_of_the_tensors(monkeypatch, is_cuda, loaded):
+    asked, served = [], []
+    monkeypatch.setattr(native, "load", lambda device=None: asked.append(device))
+    insert._serve(served.append, SimpleNamespace(is_cuda=is_cuda, device="the tensors' GPU"))
+    assert asked == loaded and len(served) == 1
 
 
 def native_kernel(operator):
