@@ -212,11 +212,8 @@ def as_cache_blocks(cache: torch.Tensor, block_size: int, fp8: bool) -> torch.Te
             f"the cache holds {'E4M3' if fp8 else 'BF16'} rows and cannot be "
             f"{cache.dtype}."
         )
-    if (
-        block_size < 1
-        or cache.dim() < 2
-        or cache.shape[1:].numel() != block_size * HEAD_DIM.value
-    ):
+    # With fewer than two dimensions, shape[1:] is of one element.
+    if block_size < 1 or cache.shape[1:].numel() != block_size * HEAD_DIM.value:
         raise ValueError(
             f"a cache of shape {list(cache.shape)} does not hold blocks of "
             f"{block_size} x 512."
