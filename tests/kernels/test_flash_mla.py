@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from mla_kernels import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
     reference,
+    sm90,
     triton_sparse_mla,
 )
-from mla_kernels.attention import KeyPool
+from mla_kernels.attention import KeyPool, SparseAttention
 from mla_kernels.row_formats import V32
 from test_sparse_mla import (
     BF16,
@@ -517,6 +519,32 @@ def test_the_reference_takes_a_few_tokens_at_a_time(monkeypatch, rows):
     assert len(parts) == 3
 
 
+def test_what_the_operator_for_hopper_is_given(monkeypatch, rows):
+    """Six arguments for up to two caches, and csrc/sparse_mla_rows.h's number of the rows."""
+    given = []
+    monkeypatch.setattr(sm90, "_require_library", lambda device: None)
+    monkeypatch.setattr(torch.ops.mla_kernels, "sparse_mla_rows_sm90", lambda *args: given.append(args))
+    extra = 30 if rows in PACKED else None
+    Case(rows, torch.device("cpu"), extra=extra).run("sm90")
+    ((_, *sources, out, sinks, top, lse, number, scale),) = given
+    assert len(sources) == 6 and [x is None for x in sources[3:]] == [extra is None] * 3
+    assert out.shape == (3, 8, 512) and sinks.shape == (8,) and lse.shape == (3, 8) and scale == 0.1
+    assert (top is None) == (rows in PACKED) and number == {"512": 1, "584": 2, "656": 3, "576": 4}[rows]
+
+
+@pytest.mark.parametrize(
+    "change", [dict(visible=torch.ones(6).int()), dict(out_scale=0.5), dict(base=128)], ids=str
+)
+def test_what_the_operator_for_hopper_has_no_argument_for(monkeypatch, change):
+    monkeypatch.setattr(sm90, "_require_library", lambda device: None)
+    monkeypatch.setattr(torch.ops.mla_kernels, "sparse_mla_rows_sm90", lambda *args: None)
+    base = dict(base=change["base"]) if "base" in change else {}
+    pool = KeyPool(bytes_(4, 64, 656), V32, ints(6, 9), ints(6), **base)
+    call = SparseAttention(query=torch.zeros(6, 8, 576, dtype=BF16), pools=(pool,), out=None, scale=1.0)
+    with pytest.raises(ValueError, match="takes no visible, out_scale or base"):
+        sm90.attend_sm90(replace(call, **{} if base else change))
+
+
 @pytest.mark.parametrize("packed", PACKED)
 def test_e4m3_by_integers(device, monkeypatch, packed):
     """What GPUs before compute capability 8.9 do."""
@@ -845,7 +873,10 @@ def test_the_check_sees_a_part_of_one_head_among_many():
     """16 dimensions, what a thread writes, of one of 141 times 128 heads: a fifth of a percent of them all."""
     expected = torch.randn(3, 128, 512, generator=torch.Generator().manual_seed(0)).double()
     found = expected.to(BF16).repeat(47, 1, 1)
-    assert checks.attention_error(found, expected, 47) < 2e-3
+    whole = checks.relative_error(found, expected.repeat(47, 1, 1), 1.0)
+    assert checks.attention_error(found, expected, 47) == pytest.approx(whole) and whole < 2e-3
+    with pytest.raises(checks.Failed, match="^relative error 6"):  # though of no head more than it may
+        checks.attention_error(1.006 * expected, expected, 1)
     found[100, 5, 64:80] = found[100, 5, 80:96]
     assert checks.relative_error(found, expected.repeat(47, 1, 1), 1.0) < checks.TOLERANCE_OF_COPIES
     with pytest.raises(checks.Failed, match="relative error of a head"):

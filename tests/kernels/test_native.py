@@ -229,6 +229,36 @@ def test_triton_serves_and_one_line_says_why(content, level, words, tmp_path, mo
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize("content", [None, library(FITS)], ids=["gone", "there"])
+def test_what_is_registered_serves(content, tmp_path, monkeypatch):
+    """By this package under its other name; a process that sees no GPU keeps it too."""
+    path = tmp_path / "libmla_kernels.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(native, "LIBRARY", path)
+    monkeypatch.setattr(native, "_registered", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    native.load_for.cache_clear()
+    try:
+        assert native.load()
+    finally:
+        native.load_for.cache_clear()
+
+
+def test_a_library_that_registers_nothing(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "libmla_kernels.so"
+    path.write_bytes(library(FITS))
+    monkeypatch.setattr(native, "LIBRARY", path)
+    monkeypatch.setattr(native, "_registered", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", lambda name: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    native.load_for.cache_clear()
+    try:
+        assert not native.load_for((9, 0)) and "it registers no operators" in caplog.text
+    finally:
+        native.load_for.cache_clear()
+
+
 def test_each_kind_of_gpu_in_a_process_has_its_own_answer(tmp_path, monkeypatch, caplog):
     """A library for Hopper, beside a GPU of another kind: what runs where, and no operator without its code."""
     path = tmp_path / "libmla_kernels.so"

@@ -457,6 +457,18 @@ def test_splits_agree_with_the_definition(device, monkeypatch, splits, kv_dtype)
     assert excess_error(case.run("triton"), case.expected()) < TOLERANCE
 
 
+def test_scales_that_the_operator_for_hopper_is_given(monkeypatch):
+    given = []
+    monkeypatch.setattr(sm90, "_require_library", lambda device: None)
+    monkeypatch.setattr(torch.ops.mla_kernels, "sparse_mla_sm90", lambda *args: given.append(args[-4:]))
+    case = Case(torch.device("cpu"), tokens=2, heads=8, kv_scale=0.25)
+    tensors = case.scales_as_tensors()
+    case.run("sm90")
+    case.run("sm90", **tensors)
+    assert given[0] == (None, None, case.bmm1, 0.25)
+    assert given[1][0] is tensors["bmm1_scale"] and given[1][1] is tensors["bmm2_scale"]
+
+
 def test_the_reference_takes_a_few_tokens_at_a_time(monkeypatch):
     """Other calls here are not large enough for it to take them in parts."""
     case = Case(torch.device("cpu"), tokens=5, heads=8, seed=32)
