@@ -57,6 +57,7 @@ profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, du
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import datetime
 import fcntl
@@ -290,12 +291,15 @@ def child(job: dict[str, Any]) -> None:
         return names
 
     written: list[int] = []
+    written_by: collections.Counter[str] = collections.Counter()
 
     def step() -> dict[str, int]:
         """New tokens by request; a request that ends too early would be missed by the timing."""
         new = {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.outputs}
         written.extend(token for tokens in new.values() for token in tokens)
-        return {request: len(tokens) for request, tokens in new.items()}
+        counts = {request: len(tokens) for request, tokens in new.items()}
+        written_by.update(counts)
+        return counts
 
     rates = []
     for repeat in range(1 + PREFILL_REPEATS):
@@ -343,7 +347,7 @@ def child(job: dict[str, Any]) -> None:
             return done
 
         tokens_of(WARM_STEPS)
-        written.clear()
+        written.clear(), written_by.clear()
         rates = []
         for _ in range(WINDOWS):
             begin = time.perf_counter()
@@ -351,6 +355,12 @@ def child(job: dict[str, Any]) -> None:
             rates.append(tokens / (time.perf_counter() - begin))
         if engine.get_num_unfinished_requests() != batch:
             raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests are left of {batch}")
+        # They write in step, unless some wait, preempted, while the others write instead.
+        if max(written_by[name] for name in running) > 1 + min(written_by[name] for name in running):
+            raise RuntimeError(
+                f"not all of {batch} requests wrote in every step: the cache of {job['kv_gib']} GiB is too small; "
+                "give more --kv-gib, or less --context"
+            )
         rate = statistics.median(rates)
         distinct = len(set(written)) / len(written)
         if not job["weights"] and distinct < LEAST_DISTINCT:

@@ -657,12 +657,14 @@ def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
 
 
 class StandInEngine:
-    """A token a step for each of the first `room` requests, as if the cache held no more."""
+    """A token a step for each of the first `room` requests, as if the cache held no more; they wait in turns if
+    `takes_turns`, as vLLM has it by preemption."""
 
     vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1))
 
-    def __init__(self, room):
-        self.room, self.left, self.tokens = room, {}, itertools.count()
+    def __init__(self, room, takes_turns):
+        self.room, self.takes_turns, self.left, self.tokens = room, takes_turns, {}, itertools.count()
+        self.steps = 0
 
     def add_request(self, name, prompt, params):
         self.left[name] = params.max_tokens
@@ -678,7 +680,10 @@ class StandInEngine:
         return bool(self.left)
 
     def step(self):
-        served = list(self.left)[: self.room]
+        self.steps += 1
+        first = self.steps // 40 % max(len(self.left), 1) if self.takes_turns else 0  # each has 40 steps off
+        names = list(self.left)
+        served = [*names[first:], *names[:first]][: self.room]
         for name in served:
             self.left[name] -= 1
             if not self.left[name]:
@@ -694,8 +699,8 @@ def throughput_child(tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "import_flashinfer", lambda: None)
     monkeypatch.setattr(throughput, "compiled_when_used", dict)
 
-    def run_it(room):
-        llm = SimpleNamespace(llm_engine=StandInEngine(room))
+    def run_it(room, takes_turns=False):
+        llm = SimpleNamespace(llm_engine=StandInEngine(room, takes_turns))
         for name, has in {
             "vllm": {"LLM": lambda **_: llm, "SamplingParams": SimpleNamespace},
             "vllm.inputs.engine": {"tokens_input": list},
@@ -724,6 +729,12 @@ def test_throughput_with_a_cache_that_is_too_small(throughput_child):
     """It must not go on until the time is up, for vLLM lets the requests take turns."""
     with pytest.raises(RuntimeError, match="1 of 4 requests .* is too small; give more --kv-gib"):
         throughput_child(room=3)
+
+
+def test_throughput_of_requests_that_take_turns(throughput_child):
+    """All begin, but the decode of 4 would be of 3 at a time."""
+    with pytest.raises(RuntimeError, match="not all of 4 requests wrote in every step: .* give more --kv-gib"):
+        throughput_child(room=3, takes_turns=True)
 
 
 def test_one_at_a_time_has_the_lock(tmp_path):
