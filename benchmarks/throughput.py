@@ -7,8 +7,8 @@
     python benchmarks/throughput.py --model flash --share-of 4 --layout ct-w4a16 --runs drop_in --out w4a16.json
 
 Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
-`--runs flashmla` and later `--runs fp8,bf16` of the same software, with the same VLLM_* variables, fill the same
-file. Runs:
+`--runs flashmla` and later `--runs fp8,bf16` of the same software on the same kind of GPU, with the same VLLM_*
+variables, fill the same file. Runs:
 
     flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla, stock kernels
     drop_in     the same by ours, where they serve
@@ -44,8 +44,8 @@ of 8 steps of each batch by torch's profiler (`step`; in `busy_us` any of them r
 spread over the experts even by routers of near-zero weights.
 
 With --lock FILE several commands start beside each other, each with a --work of its own, and one at a time
-measures; lock the file with flock(1) until all have started. They may share OUT. --timeout and the clocks are of
-the whole run, waiting included.
+measures; lock the file with flock(1) until all have started. They may share OUT, so their contexts are not cut:
+none knows yet how far another cuts its own. --timeout and the clocks are of the whole run, waiting included.
 
 The result has the figure of every repetition, and the clocks and temperature meanwhile. --repeat N has every run N
 times, from a new start each, as `flashmla`, `flashmla-2`, …; ratios are of medians, in V3.2 over the same cache.
@@ -144,6 +144,11 @@ def locked(path: Path | str | None) -> Iterator[None]:
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def kinds_of_gpu(where: dict[str, Any]) -> set[str]:
+    """Of `machine()`, names and drivers: speeds of others are of no comparison."""
+    return set(where.get("gpus", ()))
 
 
 def kind(run: str) -> str:
@@ -494,7 +499,7 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "batches": args.batches,
         "batch_tokens": args.batch_tokens,
         "context": context or args.context,
-        "context_is_fixed": context is not None,
+        "context_is_fixed": context is not None or args.lock is not None,
         "max_model_len": max(args.context + decode_tokens, PREFILL_LENGTH) + 256,
         "fill_seconds": args.fill_seconds,
         "fill_steps": fill_steps,
@@ -528,6 +533,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def results_so_far() -> dict[str, Any]:
         results = kept(args.out, where)
+        if results and kinds_of_gpu(results.get("machine", {})) != kinds_of_gpu(where):
+            sys.exit(f"error: {args.out} holds speeds of other GPUs, or by another driver; give another --out.")
         return results if results.get("settings") == settings else {"settings": settings, "runs": {}}
 
     runs = results_so_far()["runs"]

@@ -621,6 +621,7 @@ def test_throughput_beside_others(tmp_path, monkeypatch):
     assert throughput.main([*asked, "--lock", str(tmp_path / "lock")]) == 1
     job = json.loads(Path(jobs[0]).read_text())
     assert job["lock"] == str(tmp_path / "lock") and job["weights"] is False
+    assert job["context_is_fixed"]  # another command, which does not see this one's, may fill the same file
     names = json.loads((tmp_path / "work/flash/model.safetensors.index.json").read_text())["weight_map"]
     assert {"layers.42.ffn.experts.0.w1.weight_scale_2", "layers.42.attn.wq_b.scale"} <= names.keys()
     with pytest.raises(SystemExit, match="other processes"):
@@ -936,6 +937,13 @@ def test_results_that_could_not_be_written(refuses, tmp_path, script):
 def test_a_model_s_damaged_settings(refuses, tmp_path, script, text, words):
     (tmp_path / "model/config.json").write_text(text)
     assert words in refuses(script)
+
+
+def test_speeds_of_other_gpus_are_not_merged(refuses, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(throughput, "machine", lambda: {"gpus": ["NVIDIA H200, 580.1"]})
+    (tmp_path / "out.json").write_text('{"machine": {"gpus": ["NVIDIA H100 80GB HBM3, 580.1"]}}')
+    assert "out.json holds speeds of other GPUs, or by another driver; give another --out." in refuses(throughput)
 
 
 @pytest.mark.parametrize("script", [features_e2e, throughput])
