@@ -49,7 +49,9 @@ def of_features(result: dict[str, Any]) -> Checks:
 
 
 def of_throughput(result: dict[str, Any]) -> Checks:
-    runs = {run.split("-")[0] for run in result["runs"]}  # further starts are `run-2` and so on
+    # Further starts are `run-2` and so on. Those that failed have no speed, or one of a part.
+    if not (runs := {run.split("-")[0] for run, of in result["runs"].items() if of["ok"]}):
+        return
     series = {THROUGHPUT[run] for run in runs & THROUGHPUT.keys()}
     if "small-kernels" in result["machine"]["overlay"]["series"]:  # every run has it
         series.add("small-kernels")
