@@ -54,6 +54,7 @@ LOAD_FILES = {
     "long_8k": ("long_stock_8k", "long_small_8k"),
     "long_1k": ("long_stock_1k", "long_small_1k"),
 }
+BURST = (8192, 256)  # tokens in and out, of the bars
 Bar = tuple[float, float, float]  # median, least, most
 
 
@@ -83,6 +84,8 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
     seeded = {(result["share_of"], result["tensor_parallel_size"])
               for result in results if result["weights"] != "dummy"}  # fmt: skip
     for result in results:
+        if (result["input_len"], result["output_len"]) != BURST or result.get("speculation"):
+            continue  # else its bars would take the places of others
         share, gpus, tied = result["share_of"], result["tensor_parallel_size"], result["weights"] == "dummy"
         if tied and (share, gpus) in seeded:
             continue  # measured again

@@ -19,7 +19,8 @@ def serving(weights, rates, compiled=(), share=4):
     runs = {name: {"concurrency": {str(count): row(value, count) for count, value in of_run.items()}}
             for name, of_run in rates.items()}  # fmt: skip
     machine = {"overlay": {"overlay_version": "1.2.3"}}
-    return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "machine": machine, "runs": runs}
+    return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "machine": machine, "runs": runs,
+            "input_len": 8192, "output_len": 256, "speculation": None}  # fmt: skip
 
 
 def test_serving_ratios():
@@ -40,6 +41,14 @@ def test_serving_ratios():
     assert list(of_machine["output_throughput"]["FP8"]) == [16]
     assert of_machine["output_throughput"]["FP8"][16] == pytest.approx((1.2, 1.08, 1.32))
     assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
+
+
+@pytest.mark.parametrize("other", [{"output_len": 6144}, {"input_len": 1024}, {"speculation": {"method": "mtp"}}])
+def test_serving_of_something_else_is_not_drawn(other):
+    """Of the same machine and version, so its bars would be in the same places."""
+    burst = serving("dummy", {"FlashMLA": {16: 100.0}, "DropIn": {16: 110.0}})
+    longer = serving("dummy", {"FlashMLA": {4: 100.0, 16: 100.0}, "DropIn": {4: 150.0, 16: 150.0}}) | other
+    assert charts.serving_bars([burst, longer]) == charts.serving_bars([burst])
 
 
 def test_committed_serving_results_can_be_drawn():
