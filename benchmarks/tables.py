@@ -61,6 +61,8 @@ V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
+# What serve.py's own table marks.
+MARKED = "\n\\* Kernels were compiled during some of these measurements, which count in the median.\n"
 # Checkpoints by how they are quantised, as make_mini_checkpoint.py names them.
 LAYOUTS = {
     "none": "DeepSeek's own",
@@ -365,12 +367,13 @@ def layouts() -> str:
 
 
 def serving_table(found: dict[int, dict[str, Any]]) -> str:
-    rows = [[count, NAMES[store], f"{run['output_throughput']:.0f}",
+    rows = [[count, NAMES[store] + "\\*" * bool(run["compiled"]), f"{run['output_throughput']:.0f}",
              f"{run['output_throughput'] / runs['flashmla']['output_throughput']:.2f}",
              f"{run['mean_ttft_ms'] / 1e3:.2f}", f"{run['mean_tpot_ms']:.1f}"]
             for count, runs in sorted(found.items()) for store, run in runs.items()]  # fmt: skip
     head = ["requests at once", "", "output tokens/s", "over FlashMLA", "TTFT, s", "TPOT, ms"]
-    return markdown(head, rows)
+    marked = any(run["compiled"] for runs in found.values() for run in runs.values())
+    return markdown(head, rows) + MARKED * marked
 
 
 def serving(names: Iterable[str] = SERVING) -> str:

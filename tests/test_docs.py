@@ -118,6 +118,18 @@ def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
+def test_servers_that_compiled_meanwhile_are_marked(monkeypatch):
+    row = {"output_throughput": 2.0, "mean_ttft_ms": 1e3, "mean_tpot_ms": 9.0, "compiled": []}
+    rows = {"4": row, "16": row}
+    late = {"4": row | {"compiled": ["late.cubin"]}, "16": row}
+    servers = {"a": ("FlashMLA", rows), "b": ("DropIn", late)}
+    results = {name: {"runs": {run: {"concurrency": of}}} for name, (run, of) in servers.items()}
+    monkeypatch.setattr(tables, "load", results.get)
+    _, _, _, marked, *others, _, words = tables.of_servers(["a", "b"]).splitlines()
+    assert marked.startswith("| 4 | FlashMLA's cache, drop-in\\* | 2 |") and "compiled during some of" in words
+    assert len(others) == 2 and not any("*" in line for line in others)
+
+
 def test_several_starts_of_a_model_count_by_their_median(monkeypatch):
     def start(speed):
         rate = {"tokens_per_second": speed}
