@@ -164,9 +164,11 @@ class Running:
     def healthy(self) -> bool:
         return self.get("/health") is not None
 
-    def preemptions(self) -> float:
-        """Requests so far whose rows were dropped, to be computed again, because the cache was full."""
-        return sum(map(float, PREEMPTIONS.findall(self.get("/metrics") or "")))
+    def preemptions(self) -> float | None:
+        """Requests so far whose rows were dropped, to be computed again, because the cache was full; None if the
+        server does not say."""
+        found = PREEMPTIONS.findall(self.get("/metrics") or "")
+        return sum(map(float, found)) if found else None
 
     def facts(self) -> dict[str, Any]:
         return {"base_url": self.url}
@@ -398,7 +400,8 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                     found = bench(args, servers[name], case)
                     found["gpu_meanwhile"] = watch.summary()
                 found["compiled"] = sorted(compiled().keys() - before.keys())
-                found["preemptions"] = round(servers[name].preemptions() - preempted)
+                now = servers[name].preemptions()
+                found["preemptions"] = None if None in (preempted, now) else round(now - preempted)
                 write(place(args, name, case, n), found)
         for name in profiles:
             profiled = replace(args.cases[0], load="burst", output_len=profile_delay(args) + 4 * PROFILED_STEPS)

@@ -121,7 +121,8 @@ def row_of(repeats: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
         figures.append("request_goodput")
     row: dict[str, Any] = {key: statistics.median(found[key] for found in repeats) for key in figures}
     row["compiled"] = sorted({name for found in repeats for name in found["compiled"]})
-    row["preemptions"] = sum(found["preemptions"] for found in repeats)
+    preemptions = [found["preemptions"] for found in repeats]
+    row["preemptions"] = None if None in preemptions else sum(preemptions)
     row["repeats"] = [{key: found[key] for key in [*figures, "gpu_meanwhile"]} for found in repeats]
     return row
 

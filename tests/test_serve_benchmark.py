@@ -313,6 +313,7 @@ def test_a_server_that_runs(serve, tmp_path):
     result = json.loads((tmp_path / "serve.json").read_text())
     assert result["weights"] == "the server's" and result["runs"]["server"]["base_url"] == url
     assert "| 4 | server | 1,000.00 |" in done.stdout
+    assert result["runs"]["server"]["concurrency"]["4"]["preemptions"] is None  # it does not say
 
 
 @pytest.mark.parametrize(
