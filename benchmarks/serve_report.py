@@ -92,7 +92,7 @@ def decode_step(trace: Path) -> dict[str, Any]:
     kinds = {kind: [0.0, 0.0] for kind in (*KINDS, OTHER)}
     for event in kernels:
         name, time = event["name"], event["dur"] / len(steps)
-        times[name] = times.get(name, 0.0) + time
+        times[name[:120]] = times.get(name[:120], 0.0) + time
         kind = kinds[next((kind for kind, names in KINDS.items() if names.search(name)), OTHER)]
         kind[0] += time
         kind[1] += 1 / len(steps)
@@ -106,7 +106,7 @@ def decode_step(trace: Path) -> dict[str, Any]:
         "attention_us": round(attention, 1),
         "share": round(attention / total, 4),
         "kinds": {kind: {"us": round(us, 1), "launches": round(count, 1)} for kind, (us, count) in kinds.items()},
-        "longest_us": {name[:120]: round(times[name], 1) for name in longest},
+        "longest_us": {name: round(times[name], 1) for name in longest},
     }
 
 

@@ -509,6 +509,18 @@ def test_share_of_attention(tmp_path):
     assert next(iter(found["longest_us"])) == "nvjet_gemm"
 
 
+def test_long_names_of_kernels_that_begin_alike_are_one(tmp_path):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import serve_report
+
+    times = {"a": 40, "b": 2}
+    events = [{"cat": "kernel", "name": "x" * 120 + end, "dur": us, "ts": 0.0} for end, us in times.items()]
+    events.append({"cat": "user_annotation", "name": "execute_context_0(0)_generation_16(16)"})
+    with gzip.open(tmp_path / "rank0.1.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert serve_report.attention_share(tmp_path)["longest_us"] == {"x" * 120: 42.0}
+
+
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
