@@ -120,8 +120,11 @@ def main(argv: list[str] | None = None) -> int:
     prepare(args)
     where = machine()
     results = {"steps": {}} | kept(args.out, where)
+    config = model_settings(args.model)
+    if results.get("model_config", config) != config:
+        sys.exit(f"error: {args.out} holds steps of another checkpoint; give another --out.")
     steps = results["steps"]
-    results |= {"machine": where, "not_run": NOT_RUN + args.left_out}
+    results |= {"machine": where, "model_config": config, "not_run": NOT_RUN + args.left_out}
     base = BASE.get(args.backend, args.backend)
     for backend in (base, args.backend):
         steps.setdefault(backend, {})

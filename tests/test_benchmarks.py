@@ -153,6 +153,26 @@ def test_steps_share_the_gpus(tmp_path, monkeypatch, passed):
     assert not ran
 
 
+def test_steps_of_another_checkpoint_are_not_merged(tmp_path, monkeypatch):
+    """They would be compared with the plain run of the first."""
+    models = [tmp_path / name for name in ("first", "second")]
+    for number, model in enumerate(models):
+        model.mkdir()
+        checkpoint(model, num_attention_heads=16 << number)
+    ran = []
+    found = {"ok": True, "measured": {}, "seconds": 1, "failed": []}
+    monkeypatch.setattr(features_e2e, "run_step", lambda args, backend, name, *_: (ran.append(name), found)[1])
+    monkeypatch.setattr(features_e2e, "machine", dict)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    out = tmp_path / "out.json"
+    asked = [["--model", str(model), "--out", str(out), "--steps", "prefix"] for model in models]
+    assert features_e2e.main(asked[0]) == 0 and ran == ["reference", "prefix"]
+    (tmp_path / "out/bf16.reference.npz").touch()
+    with pytest.raises(SystemExit, match="out.json holds steps of another checkpoint; give another --out."):
+        features_e2e.main(asked[1])
+    assert features_e2e.main(asked[0]) == 0 and ran == ["reference", "prefix", "prefix"]
+
+
 @pytest.mark.parametrize("gpus, shared", [("4,4,4", True), ("4,5,6", False)])
 def test_nodes_of_one_host(monkeypatch, gpus, shared):
     """Each rank is a node on its GPU, which NCCL must not know to be on one host where they share one."""
