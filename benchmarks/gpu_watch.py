@@ -67,8 +67,11 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._end.wait(PERIOD):
-            self._sample()
+        try:
+            while not self._end.wait(PERIOD):
+                self._sample()
+        except Exception as error:  # the last sample says nothing of what comes after it
+            self.problem = f"no samples to the end: {error}"
 
     def _sample(self) -> None:
         ask = self._nvml

@@ -821,6 +821,16 @@ def test_samples_of_the_gpu(monkeypatch):
         assert watch.summary().startswith("no samples: ")
 
 
+def test_a_driver_that_answers_no_more_leaves_no_samples(monkeypatch):
+    """The last one would stand for all that is measured after it."""
+    answers = iter([0])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(1, itertools.repeat(1000), lambda gpu: next(answers)))
+    monkeypatch.setattr(gpu_watch, "PERIOD", 0.001)
+    with gpu_watch.Watch() as watch:
+        watch._thread.join(20)
+        assert watch.summary(time.monotonic()).startswith("no samples to the end: ")
+
+
 def test_each_gpu_has_samples_of_its_own(monkeypatch):
     slowed, clocks = iter([0x0, 0x0, 0x20, 0x8]), iter([1000, 1001, 1300, 1001, 1100, 1001])
     monkeypatch.setitem(sys.modules, "pynvml", nvml(2, clocks, lambda gpu: next(slowed, 0)))
