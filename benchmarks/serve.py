@@ -69,6 +69,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -291,7 +292,7 @@ def warm_up(args: argparse.Namespace, server: Running, case: Case) -> None:
     """As the measurement, but only as many tokens out as keep all decoding until the last prompt is read, if at
     least 4096 tokens of the prompts are taken a step."""
     output = min(case.output_len, 16 + case.count * case.input_len // 4096)
-    rng = random.Random(0)
+    rng = random.Random(str(case))  # else the prompts of fewer at once would come again
 
     def ask(tokens: list[int]) -> None:
         body = {"model": args.model, "prompt": tokens, "max_tokens": output, "ignore_eos": True, "temperature": 1}
@@ -325,14 +326,14 @@ def vllm_bench_serve(options: list[str]) -> None:
     main(parser.parse_args(options))
 
 
-def bench(args: argparse.Namespace, server: Running, case: Case, *options: str) -> dict[str, Any]:
+def bench(args: argparse.Namespace, server: Running, case: Case, *options: str, seed: int = 0) -> dict[str, Any]:
     """What `vllm bench serve` measures of prompts, each of which has to be answered."""
     draft = args.work / "bench.json"
     draft.unlink(missing_ok=True)
     command = [
         "--base-url", server.url, "--model", args.model, "--dataset-name", "random",
         "--random-input-len", str(case.input_len), "--random-output-len", str(case.output_len), "--ignore-eos",
-        *case.client_options(), "--seed", "0", "--temperature", "1",
+        *case.client_options(), "--seed", str(seed), "--temperature", "1",
         "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99",
         "--save-result", "--result-dir", str(args.work), "--result-filename", draft.name,
         *(["--goodput", *args.goodput] if args.goodput else []), *options,
@@ -348,6 +349,12 @@ def bench(args: argparse.Namespace, server: Running, case: Case, *options: str) 
     if found["completed"] != case.prompts:
         stop(f"the server answered {found['completed']} prompts of {case.prompts}; {server.log} says why.")
     return found
+
+
+def seed_of(case: Case, repeat: int) -> int:
+    """Of its prompts, which every run has, but no other measurement: by one seed those of few are among those of
+    more, and a server that ran already may have its prefix cache on."""
+    return zlib.crc32(f"{case}, {repeat}".encode())
 
 
 def place(args: argparse.Namespace, name: str, case: Case, repeat: int) -> Path:
@@ -397,7 +404,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
                 before, preempted = compiled(), servers[name].preemptions()
                 with Watch() as watch:
-                    found = bench(args, servers[name], case)
+                    found = bench(args, servers[name], case, seed=seed_of(case, n))
                     found["gpu_meanwhile"] = watch.summary()
                 found["compiled"] = sorted(compiled().keys() - before.keys())
                 now = servers[name].preemptions()

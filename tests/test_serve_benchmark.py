@@ -178,6 +178,8 @@ def test_repeated_measurements(serve, tmp_path):
     assert done.returncode == 0, done.stderr
     kinds = [call[0] for call in calls]
     assert kinds == ["serve", *["warm-up"] * 2, *["bench"] * 3, *["warm-up"] * 4, *["bench"] * 3]
+    seeds = {call[call.index("--seed") + 1] for call in calls if call[0] == "bench"}
+    assert len(seeds) == 6  # each has other prompts, of which a cache has none
     row = json.loads((tmp_path / "serve.json").read_text())["runs"]["FP8"]["concurrency"]["4"]
     assert row["output_throughput"] == 5.0
     assert [found["output_throughput"] for found in row["repeats"]] == [4.0, 5.0, 6.0]
@@ -272,6 +274,8 @@ def test_servers_of_one_group_start_together_and_are_measured_in_turns(serve, tm
             assert float(call[call.index("--gpu-memory-utilization") + 1]) < 0.1
     result = json.loads((tmp_path / "serve.json").read_text())
     assert (result["together"], result["kv_gib"], list(result["runs"])) == (2, 20, ["FlashMLA", "FP8", "BF16"])
+    seeds = [call[call.index("--seed") + 1] for call in calls if call[0] == "bench"]
+    assert len(seeds) == 6 and len(set(seeds)) == 2  # all three have the same prompts
     assert result["runs"]["FP8"]["concurrency"]["2"]["preemptions"] == 2  # one in each of the stub's measurements
     assert "FP8, 2 at once: 2 requests were preempted; the cache is too small" in done.stdout
 
