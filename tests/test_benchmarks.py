@@ -274,6 +274,17 @@ def test_what_flashmla_differs_from_itself_bounds_the_drop_in():
     assert comparison.allowed([distance(1e-4, 0.01)], True) == ({"decode": 2e-2, "prompt": 2e-2}, 1.5)
 
 
+@pytest.mark.parametrize("count, failed", [(6, []), (2, ["output: as many tokens as the reference"])])
+def test_a_request_that_ended_early_fails(tmp_path, count, failed):
+    """Those tokens that it wrote are the reference's."""
+    x = log_softmax(np.random.default_rng(0).standard_normal((6, 500)))
+    tokens = np.argsort(-x, axis=-1)[:, 0]
+    a_run = Run({"backend": "bf16", "vocab": 500, "out": str(tmp_path / "x.json"), "noise": None, "own": {}})
+    whole = generated(tokens, x)
+    a_run.compare("output", [whole, whole], [whole, generated(tokens[:count], x[:count])])
+    assert [name for name, check in a_run.result["checks"].items() if not check["passed"]] == failed
+
+
 @pytest.mark.parametrize(
     "backend, calls, passed",
     [

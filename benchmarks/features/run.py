@@ -224,6 +224,9 @@ class Run:
         """Check `run` against `reference`, within what is `allowed`."""
         found = difference(reference, run)
         self.save(**{name: found})
+        lengths = [[len(one["tokens"]) for one in of] for of in (reference, run)]
+        same = lengths[0] == lengths[1]  # what is not there was not compared
+        self.check(f"{name}: as many tokens as the reference", same, None if same else lengths)
         own = self.job["own"].get(name)
         kl, margin = allowed([self.job["noise"], own], other_arithmetic and not own)
         for part in (part for part in kl if part in found):
