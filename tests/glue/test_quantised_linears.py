@@ -36,6 +36,8 @@ from mini_checkpoint.quantised import (  # noqa: E402
 )
 from mini_checkpoint.writer import write_names  # noqa: E402
 from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
+from vllm.model_executor.model_loader import reload  # noqa: E402
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
 TINY = mini.Shape(
     hidden=256,
@@ -594,6 +596,28 @@ def test_tensors_with_scales_of_their_own_keep_them_in_a_fused_layer(monkeypatch
         layer, represented = nvfp4_layer(make, weights_of((1.0, 37.0)))
         with pytest.raises(ValueError, match="start the server anew with them"):
             method.process_weights_after_loading(layer)
+
+
+def test_vllm_keeps_the_scales_of_tensors_of_new_weights():
+    """It copies what it made of them to where a running server reads."""
+    torch.manual_seed(1)
+    layer, _ = nvfp4_layer(modelopt_nvfp4, weights_of((1.0, 37.0)))
+    layer.quant_method = method = modelopt_method()
+    method.kernel = Exact()
+    quantised_linears._after_loading(method, quantised_linears._keep_shard_scales)
+    reload.record_metadata_for_reloading(layer)
+    method.process_weights_after_loading(layer)
+    read = layer.dsv4_rest_of_scale
+    new, represented = nvfp4_layer(modelopt_nvfp4, weights_of((5.0, 2.0)))
+    reload.initialize_layerwise_reload(layer)
+    for name, parameter in list(layer.named_parameters()):
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, new.get_parameter(name).data)
+    reload.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16))
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = x.float() @ represented.T
+    error = (method.apply(layer, x).float() - expected).norm(dim=0) / expected.norm(dim=0)
+    assert error.max() < 2**-7
+    assert layer.dsv4_rest_of_scale is read  # which CUDA graphs have
 
 
 def test_a_bias_is_not_multiplied_by_the_rest_of_a_scale():

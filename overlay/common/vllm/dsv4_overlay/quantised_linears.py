@@ -645,7 +645,8 @@ def _keep_shard_scales(
             "The tensors of a fused NVFP4 layer have scales that differ, and in the "
             "weights before these they did not; start the server anew with them."
         )
-    layer.register_buffer("dsv4_rest_of_scale", rest, persistent=False)
+    # Persistent: from new weights vLLM copies no other buffers to the first ones.
+    layer.register_buffer("dsv4_rest_of_scale", rest)
     if not is_wrapped:
         method.apply = functools.partial(_apply_rest_of_scale, method.apply)
 
