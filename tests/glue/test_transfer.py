@@ -143,6 +143,12 @@ def test_stock_identities_are_stock(tmp_path, monkeypatch):
     kv_cache_utils.init_none_hash(sha256)
     assert first_block(asked) == kv_cache_utils.hash_block_tokens(sha256, None, [1, 2, 3])
     start = kv_cache_utils.NONE_HASH
+    # Of another model "bfloat16" is the cache that vLLM has.
+    llama = sharing("OffloadingConnector", "bfloat16", None)
+    llama.model_config.architecture = "LlamaForCausalLM"
+    verify(llama)
+    first_block(llama)
+    assert start == kv_cache_utils.NONE_HASH
     alone = server(tmp_path, values=[2.0] * 5)
     alone.kv_transfer_config = None
     first_block(alone)

@@ -67,6 +67,15 @@ def storage_dtype(cache_dtype: str) -> torch.dtype:
     return _STORAGE_DTYPES[cache_dtype]
 
 
+def is_full_width(vllm_config: "VllmConfig") -> bool:
+    """Whether the resolved configuration has a DeepSeek V4 model on the full-width
+    cache; of other models `bfloat16` is vLLM's own."""
+    return vllm_config.model_config.architecture in _ARCHITECTURES and (
+        is_full_cache(vllm_config.cache_config.cache_dtype)
+        or full_width_fp8(vllm_config)
+    )
+
+
 def full_width_fp8(vllm_config: "VllmConfig") -> bool:
     """Whether the configuration, resolved or not, has a DeepSeek V4 model on the
     full-width cache in FP8."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm.dsv4_overlay.config import full_width_fp8, is_full_cache
+from vllm.dsv4_overlay.config import full_width_fp8, is_full_width
 from vllm.dsv4_overlay.scales import load_scales
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ def separate_block_hashes(
 ) -> None:
     """Start the chain of block hashes from this cache's identity, where blocks may
     leave this server."""
-    full_width = is_full_cache(vllm_config.cache_config.cache_dtype) or full_width_fp8(
-        vllm_config
-    )
-    if vllm_config.kv_transfer_config is None or not full_width:
+    if vllm_config.kv_transfer_config is None or not is_full_width(vllm_config):
         return
     from vllm.v1.core import kv_cache_utils  # what is here is imported for every model
 
