@@ -502,10 +502,11 @@ SERVED = (
 CASES = [
     ("v32", {}, None),
     ("v32", {"kv_cache_dtype": "fp8"}, None),
+    ("v32", {"kv_cache_dtype": "fp8_e4m3"}, None),
     ("glm", {"kv_cache_dtype": "bfloat16"}, None),
     ("glm", {"kv_cache_dtype": "fp8_ds_mla", "block_size": 128}, None),
-    ("v32", {"kv_cache_dtype": "fp8_e5m2"}, " has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, the "
-     "same), not fp8_e5m2; pass one of them as --kv-cache-dtype."),
+    ("v32", {"kv_cache_dtype": "fp8_e5m2"}, " has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8 or "
+     "fp8_e4m3, the same), not fp8_e5m2; pass one of them as --kv-cache-dtype."),
     ("v32", {"block_size": 16}, " reads pages of 64 tokens, so --block-size must be a multiple of 64, and is 16."),
     ("rank", {}, " serves models whose indexer reads the compressed query, and this one's configuration has no "
      "q_lora_rank."),
@@ -552,6 +553,14 @@ def test_what_is_refused_when_the_configuration_is_made(tree_with_series, models
         else:
             assert answer["backend"] == "MLA_KERNELS_SPARSE" and not answer["cuda_initialized"], answer
             assert answer["selected"] == OURS
+
+
+def test_glm_by_name_on_blackwell(tree_with_series, models):  # noqa: F811
+    """vLLM gives it an FP8 cache there, by another name than elsewhere, before we are asked."""
+    asked = [request(models, "glm", {"attention_backend": "MLA_KERNELS_SPARSE"})]
+    (answer,) = on_hopper(tree_with_series, models, asked, "10.0")
+    assert answer["selected"] == OURS
+    assert answer["cache_dtype"] == ("fp8_e4m3" if NEWER else "auto")
 
 
 def test_the_series_alone(tmp_path, models):

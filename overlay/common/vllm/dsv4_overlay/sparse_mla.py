@@ -18,7 +18,8 @@ PAGE = 64
 # Values of a row, and those of them that are rotated. The others are 512 in both.
 _ROWS = {576: 64, 512: 0}
 _WIDE = ("auto", "bfloat16")
-CACHE_DTYPES = (*_WIDE, "fp8_ds_mla", "fp8")
+# Of GLM-5 vLLM takes `auto` for `fp8_e4m3` on compute capability 10.x (0.33.0).
+CACHE_DTYPES = (*_WIDE, "fp8_ds_mla", "fp8", "fp8_e4m3")
 # In --additional-config: prefills read their rows in place, or from a workspace.
 PREFILL = "sparse_mla_prefill"
 _PREFILLS = ("in_place", "workspace")
@@ -45,7 +46,8 @@ class SparseMLABackendMixin:
 
     @staticmethod
     def get_name() -> str:
-        # vLLM asks for this very name before it takes `fp8` to mean the 656-byte rows.
+        # vLLM asks for this very name before it takes `fp8`, or `fp8_e4m3`, to mean the
+        # 656-byte rows.
         return "FLASHMLA_SPARSE"
 
     @classmethod
@@ -132,8 +134,8 @@ def refusal(config: VllmConfig) -> str | None:
         )
     if cache.cache_dtype not in CACHE_DTYPES:
         return (
-            f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8, "
-            f"the same), not {cache.cache_dtype}; pass one of them as "
+            f"{SPARSE_MLA} has the cache dtypes auto, bfloat16 and fp8_ds_mla (or fp8 "
+            f"or fp8_e4m3, the same), not {cache.cache_dtype}; pass one of them as "
             "--kv-cache-dtype."
         )
     if not rotated and cache.cache_dtype not in _WIDE:
