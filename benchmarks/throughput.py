@@ -7,8 +7,8 @@
     python benchmarks/throughput.py --model flash --share-of 4 --layout ct-w4a16 --runs drop_in --out w4a16.json
 
 Each run is a process of its own and is merged into OUT as it ends, its measurements one by one as they come, so
-`--runs flashmla` and later `--runs fp8,bf16` of the same software on the same kind of GPU, with the same VLLM_*
-variables, fill the same file. Runs:
+`--runs flashmla` and later `--runs fp8,bf16` of the same software on the same kind of GPU, with the same options
+and VLLM_* variables, fill the same file. Runs:
 
     flashmla    FLASHMLA_SPARSE_DSV4 on fp8_ds_mla, stock kernels
     drop_in     the same by ours, where they serve
@@ -535,7 +535,10 @@ def main(argv: list[str] | None = None) -> int:
         results = kept(args.out, where)
         if results and kinds_of_gpu(results.get("machine", {})) != kinds_of_gpu(where):
             sys.exit(f"error: {args.out} holds speeds of other GPUs, or by another driver; give another --out.")
-        return results if results.get("settings") == settings else {"settings": settings, "runs": {}}
+        of_those = results.get("settings", {})
+        if results and (others := [key for key in settings if of_those.get(key) != settings[key]]):
+            sys.exit(f"error: {args.out} holds runs with another {', '.join(others)}; give another --out.")
+        return results or {"settings": settings, "runs": {}}
 
     runs = results_so_far()["runs"]
     for name in args.runs:

@@ -1201,3 +1201,11 @@ def test_arguments_of_a_million_tokens(capsys):
         with pytest.raises(SystemExit):
             long_context.parse_args(["--out", "x.json", *wrong])
         assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_runs_with_other_options_are_not_replaced(refuses, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(throughput, "machine", lambda: {})
+    (tmp_path / "out.json").write_text('{"settings": {"kv_gib": 1}, "runs": {"drop_in": {}}}')
+    said = refuses(throughput)
+    assert "out.json holds runs with another " in said and "batches, " in said and "kv_gib, " in said
