@@ -69,7 +69,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -354,7 +353,7 @@ def bench(args: argparse.Namespace, server: Running, case: Case, *options: str, 
 def seed_of(case: Case, repeat: int) -> int:
     """Of its prompts, which every run has, but no other measurement: by one seed those of few are among those of
     more, and a server that ran already may have its prefix cache on."""
-    return zlib.crc32(f"{case}, {repeat}".encode())
+    return random.Random(f"{case}, {repeat}").getrandbits(32)
 
 
 def place(args: argparse.Namespace, name: str, case: Case, repeat: int) -> Path:

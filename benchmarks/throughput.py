@@ -57,7 +57,6 @@ profiling graph memory, no FlashInfer autotuning, VLLM_DEEP_GEMM_WARMUP=skip, du
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import datetime
 import fcntl
@@ -144,11 +143,6 @@ def locked(path: Path | str | None) -> Iterator[None]:
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def kinds_of_gpu(where: dict[str, Any]) -> set[str]:
-    """Of `machine()`, names and drivers: speeds of others are of no comparison."""
-    return set(where.get("gpus", ()))
 
 
 def kind(run: str) -> str:
@@ -295,16 +289,18 @@ def child(job: dict[str, Any]) -> None:
             engine.add_request(name, tokens_input(tokens), params)
         return names
 
-    written: list[int] = []
-    written_by: collections.Counter[str] = collections.Counter()
+    written: list[dict[str, list[int]]] = []  # of each step, looked at when nothing is timed
 
     def step() -> dict[str, int]:
         """New tokens by request; a request that ends too early would be missed by the timing."""
         new = {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.outputs}
-        written.extend(token for tokens in new.values() for token in tokens)
-        counts = {request: len(tokens) for request, tokens in new.items()}
-        written_by.update(counts)
-        return counts
+        written.append(new)
+        return {request: len(tokens) for request, tokens in new.items()}
+
+    def too_small(what: str) -> RuntimeError:
+        """Without room vLLM goes back and forth between the requests."""
+        cache = f"the cache of {job['kv_gib']} GiB is too small; give more --kv-gib, or less --context"
+        return RuntimeError(f"{what}: {cache}")
 
     rates = []
     for repeat in range(1 + PREFILL_REPEATS):
@@ -332,11 +328,9 @@ def child(job: dict[str, Any]) -> None:
         waiting -= step().keys()
         if not waiting:
             break
-    else:  # without room vLLM goes back and forth between them until the time is up
-        raise RuntimeError(
-            f"{len(waiting)} of {most} requests of {context} tokens did not begin in {job['fill_steps']} steps: "
-            f"the cache of {job['kv_gib']} GiB is too small; give more --kv-gib, or less --context"
-        )
+    else:
+        asked = f"{len(waiting)} of {most} requests of {context} tokens"
+        raise too_small(f"{asked} did not begin in {job['fill_steps']} steps")
     save(seconds_fill=round(time.perf_counter() - begin, 1))
     log(f"filled in {result['seconds_fill']} s")
     for batch in sorted(job["batches"], reverse=True):
@@ -352,7 +346,7 @@ def child(job: dict[str, Any]) -> None:
             return done
 
         tokens_of(WARM_STEPS)
-        written.clear(), written_by.clear()
+        written.clear()
         rates = []
         for _ in range(WINDOWS):
             begin = time.perf_counter()
@@ -361,13 +355,12 @@ def child(job: dict[str, Any]) -> None:
         if engine.get_num_unfinished_requests() != batch:
             raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests are left of {batch}")
         # They write in step, unless some wait, preempted, while the others write instead.
-        if max(written_by[name] for name in running) > 1 + min(written_by[name] for name in running):
-            raise RuntimeError(
-                f"not all of {batch} requests wrote in every step: the cache of {job['kv_gib']} GiB is too small; "
-                "give more --kv-gib, or less --context"
-            )
+        counts = [sum(len(new.get(name, ())) for new in written) for name in running]
+        if max(counts) > 1 + min(counts):
+            raise too_small(f"not all of {batch} requests wrote in every step")
         rate = statistics.median(rates)
-        distinct = len(set(written)) / len(written)
+        all_written = [token for new in written for tokens in new.values() for token in tokens]
+        distinct = len(set(all_written)) / len(all_written)
         if not job["weights"] and distinct < LEAST_DISTINCT:
             raise RuntimeError(f"{distinct:.0%} of the tokens written differ, so they went to too few experts")
         result["decode"][str(batch)] = {
@@ -533,12 +526,14 @@ def main(argv: list[str] | None = None) -> int:
 
     def results_so_far() -> dict[str, Any]:
         results = kept(args.out, where)
-        if results and kinds_of_gpu(results.get("machine", {})) != kinds_of_gpu(where):
+        if not results:
+            return {"settings": settings, "runs": {}}
+        there, theirs = results.get("machine", {}), results.get("settings", {})
+        if set(there.get("gpus", ())) != set(where.get("gpus", ())):  # names and drivers
             sys.exit(f"error: {args.out} holds speeds of other GPUs, or by another driver; give another --out.")
-        of_those = results.get("settings", {})
-        if results and (others := [key for key in settings if of_those.get(key) != settings[key]]):
+        if others := [key for key in settings if theirs.get(key) != settings[key]]:
             sys.exit(f"error: {args.out} holds runs with another {', '.join(others)}; give another --out.")
-        return results or {"settings": settings, "runs": {}}
+        return results
 
     runs = results_so_far()["runs"]
     for name in args.runs:

@@ -987,6 +987,14 @@ def test_speeds_of_other_gpus_are_not_merged(refuses, tmp_path, monkeypatch):
     assert "out.json holds speeds of other GPUs, or by another driver; give another --out." in refuses(throughput)
 
 
+def test_runs_with_other_options_are_not_replaced(refuses, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(throughput, "machine", lambda: {})
+    (tmp_path / "out.json").write_text('{"settings": {"kv_gib": 1}, "runs": {"drop_in": {}}}')
+    said = refuses(throughput)
+    assert "out.json holds runs with another " in said and "batches, " in said and "kv_gib, " in said
+
+
 @pytest.mark.parametrize("script", [features_e2e, throughput])
 @pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_damaged_results_are_left_alone(refuses, tmp_path, script, text):
@@ -1201,11 +1209,3 @@ def test_arguments_of_a_million_tokens(capsys):
         with pytest.raises(SystemExit):
             long_context.parse_args(["--out", "x.json", *wrong])
         assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_runs_with_other_options_are_not_replaced(refuses, tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr(throughput, "machine", lambda: {})
-    (tmp_path / "out.json").write_text('{"settings": {"kv_gib": 1}, "runs": {"drop_in": {}}}')
-    said = refuses(throughput)
-    assert "out.json holds runs with another " in said and "batches, " in said and "kv_gib, " in said
