@@ -543,10 +543,9 @@ def check_main(argv: list[str], root: Path) -> int:
     if args.release and not folders:
         try:
             made = ", ".join(sorted({one.release for one in series_of(root, args.release)}, key=Version))
-            refusal = Refusal("no-series", f"vLLM {args.release} takes series made for {made}; give one of these.")
-        except Refusal as found:
-            refusal = found
-        print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
+            raise Refusal("no-series", f"vLLM {args.release} takes series made for {made}; give one of these.")
+        except Refusal as refusal:
+            print(f"error: {refusal.code}: {refusal.message}", file=sys.stderr)
     failed = not folders
     for folder in folders:
         where = f"{folder.parent.name} {folder.name}"
