@@ -69,8 +69,9 @@ class Batch:
         self.picked = torch.full((tokens + padding + 7, TOPK), 12345, dtype=torch.int32)  # vLLM's buffer is longer
         for token, position in enumerate(self.position):
             some = torch.randperm(position + 1, generator=gen)[:TOPK]
-            self.picked[token] = -1
+            self.picked[token] = -1 if NEWER else 0  # 0.22.1 reads as many as the token has keys, whatever follows
             self.picked[token, : len(some)] = some.int()
+        self.keys = torch.tensor([*(p + 1 for p in self.position), *[-1] * padding], dtype=torch.int32).clamp(max=TOPK)
         self.q = torch.randn(tokens + padding, HEADS, width, generator=gen).to(BF16)
         self.parts = self.q.split((512, width - 512), -1)  # as vLLM has it
         starts = torch.tensor([0, *(tokens for _, tokens in MIXED)]).cumsum(0, dtype=torch.int32)
@@ -86,7 +87,7 @@ class Batch:
     def expected(self):
         out = []
         for token, request in enumerate(self.owner):
-            local = self.picked[token][self.picked[token] >= 0].long()
+            local = self.picked[token, : self.keys[token]].long()
             keys = self.held[self.table[request, local // PAGE].long() * PAGE + local % PAGE]
             weights = (self.q[token].double() @ keys.T * SCALE).softmax(-1)
             out.append(weights @ keys[:, :512])
@@ -146,8 +147,10 @@ def test_a_mixed_batch(cache_dtype, width, prefill, workspace, monkeypatch):
     metadata = builder.build(0, batch.common)
     assert metadata.req_id_per_token[: len(batch.owner)].tolist() == batch.owner
     assert (metadata.req_id_per_token[len(batch.owner) :] == len(MIXED)).all()
+    assert metadata.keys_per_token.clamp(-1, TOPK).tolist() == batch.keys.tolist()
     again = builder.build(0, batch.common)
-    assert again.req_id_per_token.data_ptr() == metadata.req_id_per_token.data_ptr()
+    for name in ("req_id_per_token", "keys_per_token"):  # graphs keep their addresses
+        assert getattr(again, name).data_ptr() == getattr(metadata, name).data_ptr()
 
     impl = sparse_mla_backend.SparseMLAImpl(
         HEADS, width, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
@@ -182,12 +185,14 @@ def test_slots_over_packed_blocks(cache_dtype, width, prefill, workspace, monkey
     metadata = builder.build(0, batch.common)
     if prefill == "in_place":
         assert metadata.separate is None
-        slots = sparse_utils.triton_convert_req_index_to_global_index(
-            owner, batch.table, batch.picked[:tokens],
-            BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride, NUM_TOPK_TOKENS=TOPK,
+        slots, keys = sparse_utils.triton_convert_req_index_to_global_index(
+            owner, batch.table, batch.picked[:tokens], BLOCK_SIZE=PAGE, BLOCK_STRIDE_ROWS=stride,
+            NUM_TOPK_TOKENS=TOPK, return_valid_counts=True,
         )  # fmt: skip
+        assert torch.equal(keys, batch.keys)
+        slots[slots < 0] = 0  # what follows the keys is not read
         given = dict(layer=None, block_size=PAGE, is_decode=False)
-        out, lse = impl._forward_mqa_kernel(batch.parts, batch.cache, slots, None, **given)
+        out, lse = impl._forward_mqa_kernel(batch.parts, batch.cache, slots, keys, **given)
     else:
         out, lse = impl.forward_mqa(batch.parts, batch.cache, metadata, None)
     assert lse is None and workspace == [(200, width)] * (prefill == "workspace")
@@ -327,7 +332,7 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, width, quantised, 
     keys, values = (torch.einsum("hpl,kl->khp", up, batch.held[:, :512]) for up in (up_k, up_v))
     want = []
     for token, request in enumerate(batch.owner):
-        local = batch.picked[token][batch.picked[token] >= 0].long()
+        local = batch.picked[token, : batch.keys[token]].long()
         rows = batch.table[request, local // PAGE].long() * PAGE + local % PAGE
         scores = torch.einsum("hp,khp->hk", q[token, :, :nope].double(), keys[rows])
         scores += q[token, :, nope:].double() @ batch.held[rows, 512:].T
@@ -353,14 +358,14 @@ def test_what_benchmarks_count(cache_dtype, width, monkeypatch):
     batch, counter = Batch(cache_dtype, width, padding=0), drop_in_calls.DropInCalls()
     slots = torch.zeros(len(batch.q), TOPK, dtype=torch.int32)
     name = "flash_mla_sparse_fwd" if cache_dtype == "auto" else "flash_mla_with_kvcache"
-    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, SCALE)
+    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, batch.keys, SCALE)
     assert counter.drop_in_calls() == {name: 1}
     from reference_attention import ReferenceAttention
 
     served = []
     flash_mla._load_provider.cache_clear()
     monkeypatch.setattr(reference, "attend_reference", served.append)
-    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, SCALE)
+    sparse_mla_attention.attend_slots(batch.q, batch.cache, slots, batch.keys, SCALE)
     flash_mla._load_provider.cache_clear()
     assert len(served) == 1 and ReferenceAttention().drop_in_calls() == {name: 2, "reference": 1}
 
@@ -450,11 +455,12 @@ def test_prefills_of_a_chunk(cache_dtype, width, workspace):
     assert len(plan.chunks) == 1
     slots = batch.picked[: len(batch.owner)].clone()
     for token, request in enumerate(batch.owner):
-        picked = slots[token, slots[token] >= 0]
+        picked = slots[token, : batch.keys[token]].clone()
+        slots[token] = 0  # what follows the keys is not read
         in_cache = batch.table[request, picked // PAGE] * PAGE + picked % PAGE
         slots[token, : len(picked)] = in_cache if request < 3 else picked + plan.starts[request - 3]
     batch.check(sparse_mla_attention.attend_separately(
-        batch.q, batch.cache, batch.cache, slots, batch.table, plan, SCALE
+        batch.q, batch.cache, batch.cache, slots, batch.keys, batch.table, plan, SCALE
     ))  # fmt: skip
     assert workspace == [(214, width)]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import pad
 from vllm.config import VllmConfig
 from vllm.dsv4_overlay.overriding import overriding
 from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, workspace_rows
@@ -68,6 +69,7 @@ class SparseMLAMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     block_table: torch.Tensor  # int32 [requests, blocks]
     req_id_per_token: torch.Tensor  # int32 [tokens]; past the table for padding
+    keys_per_token: torch.Tensor  # int32 [tokens]; below 0 for padding
     block_size: int
     separate: SeparatePrefills | None
 
@@ -87,8 +89,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._token = torch.arange(tokens, dtype=torch.int32, device=device)
-        # Graphs keep its address.
+        # Graphs keep their addresses.
         self._req_id_per_token = torch.empty_like(self._token)
+        self._keys_per_token = torch.empty_like(self._token)
         self._workspace_rows = workspace_rows(vllm_config)
 
     def build(
@@ -99,15 +102,17 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     ) -> SparseMLAMetadata:
         common = common_attn_metadata
         tokens = common.num_actual_tokens
+        token, ends = self._token[:tokens], common.query_start_loc[1:]
+        req_id_per_token = self._req_id_per_token[:tokens]
+        keys_per_token = self._keys_per_token[:tokens]
         # Tokens past the last request's are padding, and get the number of requests.
         torch.searchsorted(
-            common.query_start_loc[1:],
-            self._token[:tokens],
-            right=True,
-            out_int32=True,
-            out=self._req_id_per_token[:tokens],
+            ends, token, right=True, out_int32=True, out=req_id_per_token
         )
-        req_id_per_token = self._req_id_per_token[:tokens]
+        # A request's last token sees all its keys, and the one before it one fewer.
+        before = pad(common.seq_lens - ends, (0, 1), value=-tokens - 1)
+        torch.index_select(before, 0, req_id_per_token, out=keys_per_token)
+        keys_per_token += token + 1
         return SparseMLAMetadata(
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
@@ -117,6 +122,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             slot_mapping=common.slot_mapping,
             block_table=common.block_table_tensor,
             req_id_per_token=req_id_per_token,
+            keys_per_token=keys_per_token,
             block_size=self.kv_cache_spec.block_size,
             separate=separate_prefills(
                 common,
@@ -174,9 +180,11 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
             separate and separate.prefill_of_token,
             separate and separate.starts,
         )
-        cache = kv_c_and_k_pe_cache
+        cache, keys = kv_c_and_k_pe_cache, attn_metadata.keys_per_token[:tokens]
         if separate is None:
-            return attend_slots(q, cache, slots, self.scale)[0], None
+            return attend_slots(q, cache, slots, keys, self.scale)[0], None
         table = attn_metadata.block_table
-        out = attend_separately(q, cache, cache, slots, table, separate, self.scale)
+        out = attend_separately(
+            q, cache, cache, slots, keys, table, separate, self.scale
+        )
         return out, None

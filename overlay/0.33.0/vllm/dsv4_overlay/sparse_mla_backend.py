@@ -143,7 +143,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         picked = self.topk_indices_buffer[:tokens]
         rows, stride = flat_kv_row_view(cache, attn_metadata.block_size)
         table = attn_metadata.block_table
-        slots = triton_convert_req_index_to_global_index(
+        slots, keys = triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token[:tokens],
             table,
             picked,
@@ -153,9 +153,12 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             HAS_PREFILL_WORKSPACE=True,
             prefill_workspace_request_ids=separate.prefill_of_token[:tokens],
             prefill_workspace_starts=separate.starts,
+            return_valid_counts=True,
         )
         rows = rows.unsqueeze(0)
-        out = attend_separately(q, cache, rows, slots, table, separate, self.scale)
+        out = attend_separately(
+            q, cache, rows, slots, keys, table, separate, self.scale
+        )
         return out, None
 
     def _forward_mqa_kernel(
@@ -171,7 +174,8 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # Slots count the rows that lie between blocks: one block of them all.
         rows, _ = flat_kv_row_view(kv_cache, block_size)
-        out, lse = attend_slots(q, rows.unsqueeze(0), topk_indices, self.scale)
+        rows = rows.unsqueeze(0)
+        out, lse = attend_slots(q, rows, topk_indices, valid_counts, self.scale)
         if not self.need_to_return_lse_for_decode:
             return out, None
         # A token without a key here has no part in the merge.

@@ -26,6 +26,7 @@ def attend_slots(
     q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     rows: torch.Tensor,
     slots: torch.Tensor,
+    keys: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each token over its slots.
@@ -36,6 +37,8 @@ def attend_slots(
         rows: the cache, BF16 `[blocks, block_size, 576 or 512]`, or `[blocks,
             block_size, 656]` bytes for a q of 576.
         slots: int32 `[tokens, columns]`, block * block_size + row, -1 for none.
+        keys: int32 `[tokens]`, the leftmost columns that count. Others are not read,
+            which saves a short sequence most of the work.
 
     Returns:
         BF16 `[tokens, heads, 512]`, and natural log-sum-exp, float32 `[tokens, heads]`;
@@ -45,7 +48,9 @@ def attend_slots(
         q = torch.cat(q, dim=-1)
     if rows.dtype == torch.bfloat16:
         flat = rows.view(-1, 1, rows.shape[-1])  # never a copy of the cache
-        out, _, lse = flash_mla_sparse_fwd(q, flat, slots.unsqueeze(1), scale)
+        out, _, lse = flash_mla_sparse_fwd(
+            q, flat, slots.unsqueeze(1), scale, topk_length=keys
+        )
         return out, lse
     out, lse = flash_mla_with_kvcache(
         q.unsqueeze(1),
@@ -57,6 +62,7 @@ def attend_slots(
         softmax_scale=scale,
         is_fp8_kvcache=True,
         indices=slots.unsqueeze(1),
+        topk_length=keys,
     )
     return out.squeeze(1), lse.squeeze(2)
 
@@ -148,6 +154,7 @@ def attend_separately(
     cache: torch.Tensor,
     decode_rows: torch.Tensor,
     slots: torch.Tensor,
+    keys: torch.Tensor,
     block_table: torch.Tensor,
     plan: SeparatePrefills,
     scale: float,
@@ -155,7 +162,7 @@ def attend_separately(
     """As `attend_slots`, with the rows of prefills from the workspace.
 
     Args:
-        q, scale: as there.
+        q, keys, scale: as there.
         cache: `[blocks, block_size, 576, 512 or 656]`.
         decode_rows: the cache as slots of decodes count it.
         slots: int32 `[tokens, columns]`, those of prefills into the workspace.
@@ -165,13 +172,13 @@ def attend_separately(
         q = torch.cat(q, dim=-1)
     out = q.new_zeros(*q.shape[:2], 512)
     if n := plan.decode_tokens:
-        out[:n], _ = attend_slots(q[:n], decode_rows, slots[:n], scale)
+        out[:n], _ = attend_slots(q[:n], decode_rows, slots[:n], keys[:n], scale)
     workspace = _workspace(plan.rows, q.shape[-1])
     for tokens, prefills in plan.chunks:
         for request, start, end in prefills:
             _gather(cache, block_table[request], workspace[start:end])
         out[tokens], _ = attend_slots(
-            q[tokens], workspace.unsqueeze(0), slots[tokens], scale
+            q[tokens], workspace.unsqueeze(0), slots[tokens], keys[tokens], scale
         )
     return out
 
