@@ -29,7 +29,7 @@ Images, which only `images` serves; vLLM takes them from 0.30.0 on. With more he
     python benchmarks/features_e2e.py --model /tmp/mini-images --out images.json --backend stock --steps images
 
 DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla and stock, and is served without
-images. The numbers of cached tokens in `prefix`, `offload`, `offload_simple` and `disaggregated` are V4's.
+images.
 
 The plain run (`reference`) is eager, on one GPU, without prefix cache, speculation or asynchronous scheduling.
 Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may

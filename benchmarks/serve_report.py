@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 TRACE = "*rank0*.json.gz"
-# Attention, but not what fills caches or picks rows: FlashMLA's kernels, ours in CUDA and in Triton.
+# Attention, but not what fills caches or picks rows: FlashMLA's, FlashAttention 3's, ours in CUDA and in Triton.
 ATTENTION = re.compile(
     # vLLM's compressor has sparse_attn_compress in its kernels' names.
-    "flash_fwd|flash_mla|mla_combine|mla_metadata|sparse_attn(?!_compress)|splitkv|sparse_mla|"
+    "flash_fwd|FlashAttnFwd|flash_mla|mla_combine|mla_metadata|sparse_attn(?!_compress)|splitkv|sparse_mla|"
     "_attend_kernel|_merge_kernel"
 )
 # The kernels of a step by what they are for, as vLLM 0.22.1 and the overlay name them; the first that fits counts.
@@ -26,7 +26,7 @@ KINDS = {
     "quantisation": re.compile("scale_1x128|quant_(8bit|per_head)|fp8_quant"),
     "compressors and inserts": re.compile("(?i)compress_norm|_compress_|insert|save_partial_states"),
     "index tables": re.compile("_indices_and_lens|_slot_mapping|c128a_topk|(build|slots)_kernel|topk_swa_indices"),
-    "top-k": re.compile("persistent_topk|top_k_per_row|mla::.*topk_kernel"),
+    "top-k": re.compile("(persistent|cooperative)_topk|top_k_per_row|mla::.*topk_kernel"),
     "index scores": re.compile("mqa_logits|(?i:indexer_?q)"),
     "mHC": re.compile("mhc_|hc_head|hc_prenorm"),
     "fills": re.compile("FillFunctor"),

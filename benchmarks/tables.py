@@ -331,16 +331,14 @@ def models_v32_8heads() -> str:
 
 
 def models_v32_fa3() -> str:
-    """Tokens a second in two runs, and the kernels of a step of 1 in the second."""
-    runs = [load(f"throughput_v32_8heads_{of}h200_0.33.0")["runs"] for of in ("first_", "")]
+    """Tokens a second, and milliseconds of the GPU in a decode step."""
+    runs = load("throughput_v32_8heads_32layers_h200_0.33.0")["runs"]
     rows = []
-    for run, name in V32_AND_FA3.items():
-        both = zip(*(rates(of[run]) for of in runs), strict=True)
-        cells = [f"{first:.0f}, {second:.0f}" for first, second in both]
-        step = runs[1][run]["decode_step"]
-        rows.append([name, *cells, f"{step['kernels_us'] / 1e3:.2f}"])
-    head = speeds_head(runs[0])[:-1]
-    return markdown([*head, "kernels of a step of 1, ms"], rows)
+    for run, name in ({"drop_in_bf16": "FLASHMLA_SPARSE, drop-in"} | V32_AND_FA3).items():
+        steps = [runs[run]["decode"][n]["step"]["busy_us"] for n in sorted(runs[run]["decode"], key=int)]
+        speed = (f"{rate:.0f}" for rate in rates(runs[run]))
+        rows.append([name, *speed, ", ".join(f"{us / 1e3:.2f}" for us in steps)])
+    return markdown([*speeds_head(runs)[:-1], "GPU's ms in a step of 1, 4, 8, 16"], rows)
 
 
 def layouts() -> str:
@@ -380,6 +378,10 @@ def serving(names: Iterable[str] = SERVING) -> str:
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
     times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
     return f"{serving_table(served(names))}\nWeights: {weights}. Each the median of {times}.\n"
+
+
+def serving_tp4_drop_in() -> str:
+    return serving(("serve_tp4_seeded_h200x4_0.33.0",))
 
 
 def serving_share() -> str:
@@ -477,8 +479,8 @@ def steps() -> str:
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, roofline, accuracy, row_sizes,
     one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts, serving,
-    serving_share, serving_experts, serving_dspark, serving_dspark_in_turns, serving_steady, serving_long,
-    small_costs, decode_step, steps,
+    serving_tp4_drop_in, serving_share, serving_experts, serving_dspark, serving_dspark_in_turns, serving_steady,
+    serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 

@@ -480,6 +480,10 @@ def test_names_of_attention_kernels():
                  "smxx::decode::get_mla_metadata_kernel", "smxx::decode::flash_fwd_mla_combine_kernel",
                  "sm90::fwd::sparse_attn_fwd_kernel"):  # fmt: skip
         assert serve_report.ATTENTION.search(f"void {name}<64>(Params)")
+    # Of vLLM 0.33.0, as a profile names them.
+    flash = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMain"
+    assert serve_report.ATTENTION.search(flash)
+    assert serve_report.KINDS["top-k"].search("void vllm::cooperative::cooperative_topk_cs8<2048u>(Params)")
 
 
 def test_share_of_attention(tmp_path):

@@ -161,6 +161,10 @@ class Run:
         return self.llm
 
     @property
+    def v41(self) -> bool:
+        return is_v41(model_settings(Path(self.job["model"])))
+
+    @property
     def block(self) -> int:
         """Tokens of a block, in V4 of its widest; V4.1 is taken for V4."""
         return engine_arguments(self.job).get("block_size", 256)

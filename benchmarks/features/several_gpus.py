@@ -101,8 +101,9 @@ def data_parallel(run: Run, ranks: int, tp: int) -> None:
 def data_parallel_rank(job: dict[str, Any]) -> None:
     run = Run(job | {"out": f"{job['out']}.rank{job['rank']}.json"})
     # As the reference has it: what vLLM picks here, FlashInfer's CUTLASS kernels, compiles for over 5 minutes.
-    parallel = {"tensor_parallel_size": job["tp"], "enable_expert_parallel": True, "moe_backend": "triton"}
-    run.start(**GRAPHS, **parallel)
+    # V4.1's experts cannot be Triton's.
+    experts = {} if run.v41 else {"moe_backend": "triton"}
+    run.start(**GRAPHS, **experts, tensor_parallel_size=job["tp"], enable_expert_parallel=True)
     mine = range(job["rank"], len(LENGTHS), len(job["files"]))
     out = run.generate([run.prompts[i] for i in mine], prompt_logprobs=True)
     arrays = {f"{k}_{i}": v for i, s in zip(mine, out, strict=True) for k, v in s.items() if k != "cached"}

@@ -71,7 +71,8 @@ class Batch:
             some = torch.randperm(position + 1, generator=gen)[:TOPK]
             self.picked[token] = -1 if NEWER else 0  # 0.22.1 reads as many as the token has keys, whatever follows
             self.picked[token, : len(some)] = some.int()
-        self.keys = torch.tensor([*(p + 1 for p in self.position), *[-1] * padding], dtype=torch.int32).clamp(max=TOPK)
+        keys = [*(min(position + 1, TOPK) for position in self.position), *[-1] * padding]
+        self.keys = torch.tensor(keys, dtype=torch.int32)
         self.q = torch.randn(tokens + padding, HEADS, width, generator=gen).to(BF16)
         self.parts = self.q.split((512, width - 512), -1)  # as vLLM has it
         starts = torch.tensor([0, *(tokens for _, tokens in MIXED)]).cumsum(0, dtype=torch.int32)
