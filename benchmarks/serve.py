@@ -23,19 +23,20 @@ turns while the others idle. vLLM cannot measure its memory beside others, so --
 cache of each gets. (Of --share-of 4 a server takes 43 GiB beside its cache, 38 of them weights: two fit an
 H200 with 20 GiB of cache each.) The result counts requests that were preempted because a cache was full.
 
-Before the --repeat measurements of a number of prompts comes one that does not count, of as many prompts of
-the same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps are
-the same. What is compiled while the clock runs all the same (new libraries in the caches of Triton, TileLang,
-DeepGEMM and FlashInfer), the result names. For the time before the clock it has the seconds of each server's
-start and of its first requests, and what of that each library took to compile. Of the repetitions it has
-the median, every figure, and the clocks and temperature meanwhile. What is in --work is not measured again, so
-an interrupted command can be given once more; --output-len and --concurrency make it shorter, and the result
-says so. --profile adds, with the first concurrency, the share of attention in the GPU time of decode steps, by
-torch's profiler on rank 0. --share-of N, for a machine with fewer GPUs than the model needs, is a model of what
-one of N tensor-parallel GPUs computes: all layers, its share of the heads, of the width of every expert and of
-the vocabulary, and nothing sent between GPUs. Drafts of dummy weights are as good as random, so with --dspark
-vLLM draws how many of them are accepted: a step writes 2.74 tokens on average, as a user of V4-Flash-0731 saw with
-five drafts (vllm-project/vllm#41834).
+Before the --repeat measurements of a number of prompts comes one that does not count, of as many prompts of the
+same length with fewer tokens out: what is compiled depends on the tokens in a step, and its steps are the same.
+What is compiled while the clock runs all the same (new libraries in the caches of Triton, TileLang, DeepGEMM
+and FlashInfer), the result names. For the time before the clock it has the seconds of each server's start and
+of its first requests, and what of that each library took to compile. Of the repetitions it has the median,
+every figure, and meanwhile the GPUs' clocks and temperature, and the part of the CPUs' time that was idle or,
+in a virtual machine, given to others. What is in --work is not measured again, so an interrupted command can be
+given once more; --output-len and --concurrency make it shorter, and the result says so. --profile adds, with
+the first concurrency, the share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
+--share-of N, for a machine with fewer GPUs than the model needs, is a model of what one of N tensor-parallel
+GPUs computes: all layers, its share of the heads, of the width of every expert and of the vocabulary, and
+nothing sent between GPUs. Drafts of dummy weights are as good as random, so with --dspark vLLM draws how many
+of them are accepted: a step writes 2.74 tokens on average, as a user of V4-Flash-0731 saw with five drafts
+(vllm-project/vllm#41834).
 
 The `vllm` on PATH serves, or without one the vLLM of this Python, which is the client. What makes the
 start shorter, for all runs alike (the result has the environment and the options):
@@ -73,6 +74,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
@@ -402,9 +405,12 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
             for n, name in turns:
                 print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
                 before, preempted = compiled(), servers[name].preemptions()
+                psutil.cpu_times_percent()  # the next call is of the time since this one
                 with Watch() as watch:
                     found = bench(args, servers[name], case, seed=seed_of(case, n))
                     found["gpu_meanwhile"] = watch.summary()
+                cores = psutil.cpu_times_percent()
+                found["host_meanwhile"] = {"idle_percent": cores.idle, "stolen_percent": cores.steal}
                 found["compiled"] = sorted(compiled().keys() - before.keys())
                 now = servers[name].preemptions()
                 found["preemptions"] = None if None in (preempted, now) else round(now - preempted)
