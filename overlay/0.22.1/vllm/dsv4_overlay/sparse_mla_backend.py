@@ -88,10 +88,11 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         # As the indexer's builder, so that both agree on what a decode is.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._token = torch.arange(tokens, dtype=torch.int32, device=device)
+        # Tokens of a step, counted from 1.
+        self._number = torch.arange(1, tokens + 1, dtype=torch.int32, device=device)
         # Graphs keep their addresses.
-        self._req_id_per_token = torch.empty_like(self._token)
-        self._keys_per_token = torch.empty_like(self._token)
+        self._req_id_per_token = torch.empty_like(self._number)
+        self._keys_per_token = torch.empty_like(self._number)
         self._workspace_rows = workspace_rows(vllm_config)
 
     def build(
@@ -102,17 +103,15 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     ) -> SparseMLAMetadata:
         common = common_attn_metadata
         tokens = common.num_actual_tokens
-        token, ends = self._token[:tokens], common.query_start_loc[1:]
+        number, ends = self._number[:tokens], common.query_start_loc[1:]
         req_id_per_token = self._req_id_per_token[:tokens]
         keys_per_token = self._keys_per_token[:tokens]
         # Tokens past the last request's are padding, and get the number of requests.
-        torch.searchsorted(
-            ends, token, right=True, out_int32=True, out=req_id_per_token
-        )
+        torch.searchsorted(ends, number, out_int32=True, out=req_id_per_token)
         # A request's last token sees all its keys, and the one before it one fewer.
         before = pad(common.seq_lens - ends, (0, 1), value=-tokens - 1)
         torch.index_select(before, 0, req_id_per_token, out=keys_per_token)
-        keys_per_token += token + 1
+        keys_per_token += number
         return SparseMLAMetadata(
             num_reqs=common.num_reqs,
             max_query_len=common.max_query_len,
