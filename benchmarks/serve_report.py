@@ -25,7 +25,9 @@ KINDS = {
     "FP8 products": re.compile("deep_gemm::.*fp8.*gemm"),
     "quantisation": re.compile("scale_1x128|quant_(8bit|per_head)|fp8_quant"),
     "compressors and inserts": re.compile("(?i)compress_norm|_compress_|insert|save_partial_states"),
-    "index tables": re.compile("_indices_and_lens|_slot_mapping|c128a_topk|(build|slots)_kernel|topk_swa_indices"),
+    "index tables": re.compile(
+        "_indices_and_lens|_slot_mapping|c128a_topk|(build|slots|columns)_kernel|topk_swa_indices"
+    ),
     "top-k": re.compile("(persistent|cooperative)_topk|top_k_per_row|mla::.*topk_kernel"),
     "index scores": re.compile("mqa_logits|(?i:indexer_?q)"),
     "mHC": re.compile("mhc_|hc_head|hc_prenorm"),

@@ -473,8 +473,9 @@ def test_names_of_attention_kernels():
                          "sparse_mla_m64_rows_kernel", "sparse_mla_m64_merge_kernel",
                          "sparse_mla_wgmma_rows_kernel", "_attend_kernel", "_merge_kernel"}  # fmt: skip
     assert ours - attention == {"insert_kernel", "_insert_kernel", "_compress_kernel", "_build_kernel",
-                                "slots_kernel", "_slots_kernel", "_scores_kernel", "_topk_kernel",
-                                "_expert_sum_kernel", "_save_compress_kernel", "topk_kernel"}  # fmt: skip
+                                "slots_kernel", "_slots_kernel", "_columns_kernel", "_scores_kernel",
+                                "_topk_kernel", "_expert_sum_kernel", "_save_compress_kernel",
+                                "topk_kernel"}  # fmt: skip
     assert serve_report.KINDS["top-k"].search("void mla::(anonymous namespace)::topk_kernel<1, false>(mla::TopK)")
     # In _flashmla_C.abi3.so of the wheel of 0.22.0, for Hopper: decode, its schedule, its second part, prefill.
     for name in ("sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel",

@@ -17,6 +17,7 @@ import torch
 from vllm.dsv4_overlay import drop_in, index_table
 from vllm.platforms import current_platform
 from vllm.third_party.mla_kernels import checks, flash_mla, sm90
+from vllm.third_party.mla_kernels.attention import KeyPool
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -113,7 +114,8 @@ def hopper(monkeypatch, ops):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(sm90, "misfit", lambda capability: None)
     monkeypatch.setattr(checks, "check_flash_mla", lambda *arguments: None)
-    monkeypatch.setattr(index_table, "warm_up", lambda device: None)
+    for module in (index_table, flash_mla):
+        monkeypatch.setattr(module, "warm_up", lambda device: None)
     config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(drop_in, "get_current_vllm_config_or_none", lambda: config)
     return config
@@ -514,6 +516,18 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
         ((level, line),) = log  # one a process
         assert REASONS[why] in line and level == ("warning" if why in ("check", "warm-up") else "info")
     assert (drop_in._device is None) == (why != "config of another kind")
+
+
+def test_warm_up_compiles_what_large_calls_without_lengths_need(launches):
+    """As vLLM gives V3.2's picks, or those from some token on."""
+    slots = torch.zeros(9, 2048, dtype=torch.int32)
+    for some in (slots, slots[3:]):
+        flash_mla._bounded(KeyPool(None, None, some))
+    (needed,) = launches
+    assert needed[0] == "_columns_kernel"
+    launches.clear()
+    flash_mla.warm_up(torch.device("cpu"))
+    assert launches == {needed}
 
 
 @pytest.mark.parametrize("why, problem", [

@@ -110,13 +110,14 @@ check(indexer._scores_kernel, 4, tile | dict(table_ptr=None, scales_ptr=None, FR
 check(indexer._topk_kernel, 8, dict(BLOCK=indexer._TOPK_BLOCK), scores_ptr="*fp32")
 check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK, prefill_ptr=None, starts_ptr=None))
 check(slots._slots_kernel, 2, dict(BLOCK=slots._BLOCK))
+check(slots._columns_kernel, 4, dict(BLOCK=4 * slots._BLOCK))
 """
 
 
 @ARCHS
 def test_indexer_and_slots_compile(arch, tmp_path):
     shared = compile_for(CHECK + INDEXER, arch, tmp_path)
-    assert len(shared) == 10 and max(shared) <= SHARED_MEMORY[arch] * 1024
+    assert len(shared) == 11 and max(shared) <= SHARED_MEMORY[arch] * 1024
 
 
 # A variant a line; those that write E4M3 are for GPUs that have it, the others for all.

@@ -367,6 +367,32 @@ def test_without_lengths_and_sinks(device, provider, rows, batch, heads, columns
     case.check(provider)
 
 
+@pytest.mark.parametrize("batch, bounded", [(2, False), (3, True)])
+def test_columns_behind_the_last_row_of_a_large_call(device, fast_provider, rows, batch, bounded, monkeypatch):
+    """They are left out where the caller has no lengths; every query of a request has its own."""
+    monkeypatch.setattr(flash_mla, "_BOUNDED_TOKENS", 6)
+    extra = 9 if rows in PACKED else None
+    case = Case(rows, device, batch=batch, q_len=2, columns=70, extra=extra, seed=6)
+    for pool in case.pools:
+        pool[2] = None
+    indices = case.pools[0][1]
+    for token, kept in {(0, 0): [], (0, 1): [0], (1, 0): [*range(10), *range(11, 40)], (1, 1): [69]}.items():
+        missing = torch.ones(70, dtype=torch.bool)
+        missing[kept] = False
+        indices[token][missing] = -1
+    given, load = [], flash_mla._load_provider
+
+    def run(call):
+        given.extend(None if pool.lengths is None else pool.lengths.tolist() for pool in call.pools)
+        load(fast_provider)(call)
+
+    monkeypatch.setattr(flash_mla, "_load_provider", lambda name: run)
+    case.check(fast_provider)
+    assert all((lengths is not None) == bounded for lengths in given)
+    if bounded:
+        assert given[0][:4] == [0, 1, 40, 70] and all(len(lengths) == 6 for lengths in given)
+
+
 @pytest.mark.parametrize("columns", [0, 1])
 @pytest.mark.parametrize("batch, heads", SMALL_AND_64_HEADS)
 def test_next_to_no_columns(device, provider, rows, batch, heads, columns):

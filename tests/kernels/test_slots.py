@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mla_kernels.slots import PROVIDERS, request_rows_to_slots
+from mla_kernels.slots import PROVIDERS, columns_in_use, request_rows_to_slots
 from test_sparse_mla import skip_unless_served
 
 PAGE = 64
@@ -158,3 +158,18 @@ def test_refusals(change, words):
     request_rows_to_slots(**arguments | dict(block_table=one_column))
     with pytest.raises(ValueError, match=words):
         request_rows_to_slots(**arguments | change)
+
+
+@pytest.mark.parametrize("columns", [1, 100, 1024, 1025, 2048])
+def test_columns_in_use(device, columns):
+    """Up to the last slot of each token, wherever there are none, and whatever lies beside its columns."""
+    gen = torch.Generator().manual_seed(columns)
+    wide = torch.randint(0, FAR, (9, columns + 5), generator=gen, dtype=torch.int32)
+    slots, want = wide[:, 3 : columns + 3], torch.randint(0, columns + 1, (9,), generator=gen, dtype=torch.int32)
+    want[:3] = torch.tensor([0, 1, columns])
+    for token, used in enumerate(want):
+        slots[token, torch.rand(columns, generator=gen) < 0.3] = -1
+        slots[token, used:] = -1 - token
+        slots[token, max(used - 1, 0) : used] = 0
+    assert torch.equal(columns_in_use(wide.to(device)[:, 3 : columns + 3]).cpu(), want)
+    assert not columns_in_use(slots[:, :0].to(device)).any()

@@ -288,6 +288,7 @@ def _settle(on: bool) -> None:
                 checks.check_flash_mla(_PROVIDER, rows, heads)
         what = "warm-up"
         index_table.warm_up(device)
+        _kernels().warm_up(device)
     except Exception as error:  # whatever it is, FlashMLA can serve
         _refuse_if_asked_for(f"its {what} failed ({error})")
         logger.warning(

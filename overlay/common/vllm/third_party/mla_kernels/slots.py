@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vllm-dsv4-overlay project
 """From rows counted within a request, as an indexer picks them, to slots of the paged
-cache."""
+cache; and how many columns of slots are in use."""
 
 import torch
 import triton
@@ -107,6 +107,24 @@ def request_rows_to_slots(
     return out
 
 
+def columns_in_use(slots: torch.Tensor) -> torch.Tensor:
+    """How many of its leftmost columns each token needs: up to its last that is not
+    negative.
+
+    Args:
+        slots: int32 `[tokens, columns]`, rows contiguous, at least one token.
+
+    Returns:
+        int32 `[tokens]`.
+    """
+    tokens, columns = slots.shape
+    used = torch.empty(tokens, dtype=torch.int32, device=slots.device)
+    _columns_kernel[(tokens,)](
+        slots, used, slots.stride(0), columns, BLOCK=4 * _BLOCK, num_warps=4
+    )
+    return used
+
+
 def _validate(tensors: dict[str, torch.Tensor | None], block_size: int) -> None:
     rows = tensors["rows"]
     if block_size < 1:
@@ -177,3 +195,17 @@ def _slots_kernel(
         gathered = tl.where((row >= 0) & (start >= 0), start + row, -1)
         slot = tl.where(prefill >= 0, gathered, slot)
     tl.store(out_ptr + token * out_stride + column, slot, mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride", "columns"])
+def _columns_kernel(slots_ptr, used_ptr, stride, columns, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    used = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, columns, BLOCK):
+        column = start + lane
+        slot = tl.load(
+            slots_ptr + token * stride + column, mask=column < columns, other=-1
+        )
+        used = tl.where(slot >= 0, column + 1, used)  # columns ascend
+    tl.store(used_ptr + token, tl.max(used, 0))
