@@ -12,6 +12,7 @@ the least and most that the results leave open. What was measured while kernels 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def attention_bars(result: dict[str, Any]) -> dict[str, dict[str, dict[int, Bar]
     return bars
 
 
+def in_turns(result: dict[str, Any]) -> bool:
+    """Whether servers ran together, and so were measured in turns."""
+    return (result.get("together") or 1) > 1
+
+
+def next_to_each_other(run: dict[str, Any], other: dict[str, Any], key: str) -> list[float]:
+    """One server's figures over the other's next to them; a time limit may have cut off the last of one."""
+    pairs = zip(*(measured.get("repeats", [measured]) for measured in (run, other)), strict=False)
+    return [one[key] / near[key] for one, near in pairs]
+
+
 def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[int, Bar]]]]:
     """By machine, by key of SERVING, by run, by requests at once: how much better than FlashMLA."""
     bars: dict[str, dict[str, dict[str, dict[int, Bar]]]] = {}
@@ -99,10 +111,14 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
                 if run == "FlashMLA" or not burst or row["compiled"] or stock[count]["compiled"]:
                     continue
                 for key, _, more in SERVING:
-                    one = [each[key] for each in row.get("repeats", [row])]
-                    other = [each[key] for each in stock[count].get("repeats", [stock[count]])]
-                    ratio = row[key] / stock[count][key]
-                    least, most = min(one) / max(other), max(one) / min(other)
+                    if in_turns(result):
+                        ratios = next_to_each_other(row, stock[count], key)
+                        ratio, least, most = statistics.median(ratios), min(ratios), max(ratios)
+                    else:
+                        one = [each[key] for each in row.get("repeats", [row])]
+                        other = [each[key] for each in stock[count].get("repeats", [stock[count]])]
+                        ratio = row[key] / stock[count][key]
+                        least, most = min(one) / max(other), max(one) / min(other)
                     bar = (ratio, least, most) if more else (1 / ratio, 1 / most, 1 / least)
                     of_run = bars.setdefault(machine, {}).setdefault(key, {}).setdefault(run, {})
                     of_run[int(count)] = bar

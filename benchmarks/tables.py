@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from charts import LOAD_FILES, ROWS, kernel_results, step_kinds
+from charts import LOAD_FILES, ROWS, in_turns, kernel_results, next_to_each_other, step_kinds
 from serve_report import ATTENTION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +48,7 @@ FEW = (8, 16)  # heads
 CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
+TP4_IN_TURNS = ("serve_tp4_seeded_h200x4_0.33.0",)
 SHARE = ("serve_share_h200",)
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
@@ -333,12 +334,13 @@ def models_v32_8heads() -> str:
 def models_v32_fa3() -> str:
     """Tokens a second, and milliseconds of the GPU in a decode step."""
     runs = load("throughput_v32_8heads_32layers_h200_0.33.0")["runs"]
+    batches = sorted(runs["flashmla_bf16"]["decode"], key=int)
     rows = []
     for run, name in ({"drop_in_bf16": "FLASHMLA_SPARSE, drop-in"} | V32_AND_FA3).items():
-        steps = [runs[run]["decode"][n]["step"]["busy_us"] for n in sorted(runs[run]["decode"], key=int)]
+        steps = (runs[run]["decode"][n]["step"]["busy_us"] for n in batches)
         speed = (f"{rate:.0f}" for rate in rates(runs[run]))
         rows.append([name, *speed, ", ".join(f"{us / 1e3:.2f}" for us in steps)])
-    return markdown([*speeds_head(runs)[:-1], "GPU's ms in a step of 1, 4, 8, 16"], rows)
+    return markdown([*speeds_head(runs)[:-1], f"GPU's ms in a step of {', '.join(batches)}"], rows)
 
 
 def layouts() -> str:
@@ -364,11 +366,12 @@ def layouts() -> str:
     return markdown(["layout", *head], rows)
 
 
-def serving_table(found: dict[int, dict[str, Any]], in_turns: bool = False) -> str:
+def serving_table(names: Iterable[str], found: dict[int, dict[str, Any]]) -> str:
+    """Of servers measured in turns, a ratio is the median of those of measurements next to each other."""
+    paired, key = all(in_turns(load(name)) for name in names), "output_throughput"
+
     def over(run: dict[str, Any], other: dict[str, Any]) -> float:
-        each = (x.get("repeats", [x]) if in_turns else [x] for x in (run, other))
-        pairs = zip(*each, strict=False)  # a time limit may have cut off the last of one
-        return median([one["output_throughput"] / near["output_throughput"] for one, near in pairs])
+        return median(next_to_each_other(run, other, key)) if paired else run[key] / other[key]
 
     rows = [[count, NAMES[store] + "\\*" * bool(run["compiled"]), f"{run['output_throughput']:.0f}",
              f"{over(run, runs['flashmla']):.2f}",
@@ -379,15 +382,14 @@ def serving_table(found: dict[int, dict[str, Any]], in_turns: bool = False) -> s
     return markdown(head, rows) + MARKED * marked
 
 
-def serving(names: Iterable[str] = SERVING, in_turns: bool = False) -> str:
-    """In turns, a ratio is that of measurements next to each other, the median."""
+def serving(names: Iterable[str] = SERVING) -> str:
     weights = " or ".join(dict.fromkeys(load(name)["weights"] for name in names))
     times = span((len(run.get("repeats", [run])) for runs in served(names).values() for run in runs.values()), "d")
-    return f"{serving_table(served(names), in_turns)}\nWeights: {weights}. Each the median of {times}.\n"
+    return f"{serving_table(names, served(names))}\nWeights: {weights}. Each the median of {times}.\n"
 
 
 def serving_tp4_drop_in() -> str:
-    return serving(("serve_tp4_seeded_h200x4_0.33.0",), in_turns=True)
+    return serving(TP4_IN_TURNS)
 
 
 def serving_share() -> str:
@@ -397,7 +399,7 @@ def serving_share() -> str:
 def of_servers(names: Iterable[str]) -> str:
     """One file a server."""
     runs = {key.lower(): run["concurrency"] for name in names for key, run in load(name)["runs"].items()}
-    return serving_table({int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
+    return serving_table(names, {int(n): {key: of[n] for key, of in runs.items()} for n in runs["flashmla"]})
 
 
 def serving_experts() -> str:

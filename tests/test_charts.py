@@ -43,6 +43,18 @@ def test_serving_ratios():
     assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
 
 
+def test_servers_in_turns_are_compared_next_to_each_other():
+    """A machine that gets faster meanwhile changes no ratio, and a measurement without another has none."""
+    result = serving("dummy", {"FlashMLA": {16: 150.0}, "DropIn": {16: 220.0}}) | {"together": 2}
+    for run, rates in {"FlashMLA": [100.0, 200.0], "DropIn": [110.0, 240.0, 900.0]}.items():
+        repeats = serving("dummy", {run: dict(enumerate(rates))})["runs"][run]["concurrency"]
+        result["runs"][run]["concurrency"]["16"]["repeats"] = list(repeats.values())
+    (bars,) = charts.serving_bars([result]).values()
+    for key, *_ in charts.SERVING:
+        assert bars[key]["DropIn"][16] == pytest.approx((1.15, 1.1, 1.2) if key == "output_throughput" else
+                                                        (2 / (1 / 1.1 + 1 / 1.2), 1.1, 1.2))  # fmt: skip
+
+
 @pytest.mark.parametrize("other", [{"output_len": 6144}, {"input_len": 1024}, {"speculation": {"method": "mtp"}}])
 def test_serving_of_something_else_is_not_drawn(other):
     """Of the same machine and version, so its bars would be in the same places."""

@@ -118,8 +118,8 @@ def prefix(run: Run) -> None:
         run.save(**{f"blocks hit, {length} shared tokens": found})
         run.check(f"{length}: the cold run hits nothing", cold[0]["cached"] == 0, cold[0]["cached"])
         run.check(f"{length}: {expected} tokens hit", warm[0]["cached"] == expected, warm[0]["cached"])
-        all_hit = all(hit for hit, kind in zip(hits[-1], kinds, strict=True) if kind in hit_kinds)
-        run.check(f"{length}: every group hits", all_hit, hits[-1])
+        hit = [blocks for blocks, kind in zip(hits[-1], kinds, strict=True) if kind in hit_kinds]
+        run.check(f"{length}: every group hits", min(hit, default=0) > 0, hits[-1])
         run.compare(f"{length}", cold, warm)
 
 
