@@ -164,6 +164,33 @@ def test_a_mixed_batch(cache_dtype, width, prefill, workspace, monkeypatch):
     assert (out[len(batch.owner) :] == 0).all()  # padding sees nothing, whatever its picks are
 
 
+@pytest.mark.skipif(not NEWER, reason="0.22.1 has no dense attention for prompts of a sparse model")
+@pytest.mark.parametrize(
+    ("width", "cache_dtype", "prefill", "capability", "dense"),
+    [
+        (576, "auto", "in_place", (9, 0), True),
+        (576, "fp8_ds_mla", "in_place", (9, 0), True),
+        (512, "auto", "in_place", (9, 0), True),
+        (512, "fp8_ds_mla", "in_place", (9, 0), False),  # rows of 576 values
+        (576, "auto", "workspace", (9, 0), False),  # whose prefills are compared
+        (576, "auto", "in_place", (8, 0), False),  # did not run there
+        (576, "auto", "in_place", (10, 0), False),
+    ],
+)
+def test_where_short_prompts_have_dense_attention(width, cache_dtype, prefill, capability, dense, monkeypatch):
+    def given(impl):
+        impl.head_size, impl.kv_cache_dtype = width, cache_dtype
+        impl.topk_indices_buffer = torch.empty(1, TOPK, dtype=torch.int32)
+
+    monkeypatch.setattr(sparse_mla_backend.SparseMLACommonImpl, "__init__", given)
+    monkeypatch.setattr(sparse_mla_backend, "get_current_vllm_config", lambda: settings(prefill))
+    for name in ("reserve_workspace", "warm_up_scores"):
+        monkeypatch.setattr(sparse_mla_backend, name, lambda *args, **kwargs: None)
+    found = DeviceCapability(*capability)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *args, **kwargs: found)
+    assert sparse_mla_backend.SparseMLAImpl().supports_dense_mha_prefill == dense
+
+
 @CACHES
 @PREFILLS
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has no rows of other layers between a layer's blocks")
@@ -176,7 +203,7 @@ def test_slots_over_packed_blocks(cache_dtype, width, prefill, workspace, monkey
     impl = sparse_mla_backend.SparseMLAImpl.__new__(sparse_mla_backend.SparseMLAImpl)
     impl.scale, impl.topk_indices_buffer = SCALE, batch.picked
     impl.need_to_return_lse_for_decode = False
-    assert not impl.supports_dense_mha_prefill and not impl.supports_quant_query_input
+    assert not impl.supports_quant_query_input
 
     theirs = SimpleNamespace(req_id_per_token=owner, block_table=batch.table, block_size=PAGE)
     monkeypatch.setattr(sparse_mla_backend.SparseMLACommonMetadataBuilder, "build", lambda *given: theirs)
@@ -422,10 +449,12 @@ def test_a_layer_is_ready_before_requests_wait(workspace, monkeypatch, width):
     """The workspace is there when memory is measured, and scores are compiled."""
 
     def init(self, *args):
-        self.head_size, self.topk_indices_buffer = width, torch.zeros(1, TOPK)
+        self.head_size, self.kv_cache_dtype = width, "auto"
+        self.topk_indices_buffer = torch.zeros(1, TOPK)
 
     monkeypatch.setattr(sparse_mla_backend.SparseMLACommonImpl, "__init__", init)
-    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("workspace"))
+    for module in (sparse_mla_backend, sparse_mla_attention):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: settings("workspace"))
     warmed = []
     monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", lambda device, width: warmed.append(width))
     sparse_mla_backend.SparseMLAImpl()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.dsv4_overlay.overriding import overriding
 from vllm.dsv4_overlay.sparse_mla import PAGE, SparseMLABackendMixin, workspace_rows
 from vllm.dsv4_overlay.sparse_mla_attention import (
@@ -23,6 +23,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -36,7 +37,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
     triton_convert_req_index_to_global_index,
 )
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 
 @overriding()
@@ -115,7 +116,6 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
 
 @overriding()
 class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
-    supports_dense_mha_prefill = False  # one path for all tokens
     supports_quant_query_input = False
     # Decode context parallelism: a GPU attends to its share of a sequence with the
     # heads of the whole group, and vLLM merges by log-sum-exp.
@@ -125,6 +125,14 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Prompts no longer than the picks have vLLM's dense attention and no indexer,
+        # as with FLASHMLA_SPARSE. It gathers cached rows into rows as wide as q.
+        packed = is_quantized_kv_cache(self.kv_cache_dtype)
+        self.supports_dense_mha_prefill = (
+            current_platform.is_device_capability(90)
+            and not (packed and self.head_size == 512)
+            and not workspace_rows(get_current_vllm_config())
+        )
         reserve_workspace(self.head_size)
         warm_up_scores(self.topk_indices_buffer.device, width=1)
 
