@@ -34,7 +34,8 @@ class SparseMLABackendMixin:
     Every token of a batch, decode or prefill, is one call over the rows in place, with
     as many heads as the GPU has: no padding to 64, and none of FLASHMLA_SPARSE's
     workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
-    back, to compare with.
+    back, to compare with. On 0.33.0 and Hopper short prompts have vLLM's dense
+    attention instead.
 
     With the drop-in FLASHMLA_SPARSE has the same kernels on Hopper, in the calls where
     they are at least as fast. So vLLM's own backends come first, this one's series is

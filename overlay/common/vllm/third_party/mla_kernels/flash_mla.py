@@ -37,8 +37,8 @@ _AS_FAST: dict[str, dict[int, _Spans]] = {
 }
 # From so many tokens on, columns behind a token's last row are found where the caller
 # has no lengths, and left out. vLLM has none for V3.2 with an FP8 cache, nor, up to
-# 0.23.0, with a BF16 cache, and the first tokens of a prompt see few keys. In small
-# calls another launch may cost more than it saves.
+# 0.23.0, with a BF16 cache, and the first tokens of a prompt see few keys. Decodes with
+# long contexts would take up to 12% longer (benchmarks/results/columns_h200.txt).
 _BOUNDED_TOKENS = 1024
 _ALIGNMENT = 4  # bytes: rows hold float32 and BF16
 _valid: set[tuple] = set()
