@@ -22,11 +22,11 @@ Those of DeepSeek V3.2 and GLM-5, with the drop-in off unless named:
     drop_in_bf16, drop_in_fp8      FLASHMLA_SPARSE on the same, with the drop-in
     fa3_bf16                       FLASH_ATTN_MLA_SPARSE, which vLLM 0.33.0 has; only if --runs names it
 
-Prefill: 8 prompts of 8192 random tokens, one token out; median of 3 after one that warms up. Decode: the largest
-batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by full CUDA
-graphs), then requests are aborted down to the next smaller batch. If the first run's prefill would need more than
---fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304 tokens, from
-where on the top-k of 512 (V3.2's of 2048) is full.
+Prefill: 8 prompts of 8192 random tokens (--prompt), one token out; median of 3 after one that warms up. Decode:
+the largest batch is filled once, steps are timed while every request decodes (median of 4 windows of 16 steps, by
+full CUDA graphs), then requests are aborted down to the next smaller batch. If the first run's prefill would need
+more than --fill-seconds to fill the largest batch, contexts are cut, for all runs alike, but not below 2304
+tokens, from where on the top-k of 512 (V3.2's of 2048) is full.
 
 `flash` has 43 layers, 256 MXFP4 experts and V4-Flash's sizes. Dummy weights are near zero but for those of
 seeded_weights.py, so that index scores differ and top-k takes the time that it does with trained ones. A router of
@@ -117,7 +117,7 @@ SPARSE_RUNS = SPARSE_MLA | FA3
 BASE = SPARSE_MLA_BASE | {"fa3_bf16": "flashmla_bf16"}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
                **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
-PREFILL_PROMPTS, PREFILL_LENGTH, PREFILL_REPEATS = 8, 8192, 3
+PREFILL_PROMPTS, PREFILL_REPEATS = 8, 3
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 DSPARK_DRAFTS = 5  # tokens that V4-Flash-0731 drafts a step
 LEAST_CONTEXT = 2304
@@ -305,10 +305,10 @@ def child(job: dict[str, Any]) -> None:
     rates = []
     for repeat in range(1 + PREFILL_REPEATS):
         begin = time.perf_counter()
-        waiting = set(submit(PREFILL_PROMPTS, PREFILL_LENGTH, 1))
+        waiting = set(submit(PREFILL_PROMPTS, job["prompt"], 1))
         while waiting:
             waiting -= step().keys()
-        rate = PREFILL_PROMPTS * PREFILL_LENGTH / (time.perf_counter() - begin)
+        rate = PREFILL_PROMPTS * job["prompt"] / (time.perf_counter() - begin)
         log(f"prefill {repeat}: {rate:.0f} tokens/s")
         if repeat:
             rates.append(rate)
@@ -438,6 +438,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=positive, default=1, help="starts of every run (default: %(default)s)")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--batches", type=positives, default=[1, 16, 64, 128])
+    parser.add_argument("--prompt", type=positive, default=8192, help="tokens of a prompt in prefill")
     parser.add_argument("--context", type=positive, default=8192, help="tokens a decoding request starts from")
     parser.add_argument("--fill-seconds", type=float, default=30, help="prefill time that a context may cost")
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
@@ -493,7 +494,8 @@ def make_job(args: argparse.Namespace, run: str, context: int | None) -> dict[st
         "batch_tokens": args.batch_tokens,
         "context": context or args.context,
         "context_is_fixed": context is not None or args.lock is not None,
-        "max_model_len": max(args.context + decode_tokens, PREFILL_LENGTH) + 256,
+        "prompt": args.prompt,
+        "max_model_len": max(args.context + decode_tokens, args.prompt) + 256,
         "fill_seconds": args.fill_seconds,
         "fill_steps": fill_steps,
         "decode_tokens": decode_tokens,
@@ -517,6 +519,7 @@ def main(argv: list[str] | None = None) -> int:
         "model_config": json.loads((args.model / "config.json").read_text()),
         "tp": args.tp,
         "batches": args.batches,
+        "prompt": args.prompt,
         "context_asked": args.context,
         "max_num_batched_tokens": args.batch_tokens,
         "kv_gib": args.kv_gib,

@@ -604,10 +604,11 @@ def test_throughput_of_several_starts(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json")]
     assert [throughput.ENVIRONMENT[run]["VLLM_DSV4_DROP_IN"] for run in ("flashmla", "drop_in")] == ["0", "1"]
-    args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla"])
+    args = throughput.parse_args([*asked, "--repeat", "2", "--runs", "fp8,flashmla", "--prompt", "30000"])
     assert args.runs == ["flashmla", "fp8", "flashmla-2", "fp8-2"]
     job = throughput.make_job(args, "fp8-2", None)
     arguments = throughput.engine_arguments(job)
+    assert job["prompt"] == 30000 < arguments["max_model_len"]
     assert arguments["kv_cache_dtype"] == "fp8_per_tensor" and job["out"].endswith("/fp8-2.json")
     assert arguments.items() >= throughput.DUMMY_WEIGHTS.items()
     rates = {"flashmla": 100.0, "fp8": 110.0, "flashmla-2": 110.0, "fp8-2": 121.0, "fp8-3": 143.0}
