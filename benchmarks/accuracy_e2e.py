@@ -78,6 +78,7 @@ from e2e import (
     STOCK_KERNELS,
     at_once,
     child_environment,
+    comparable,
     compare_full,
     compare_top,
     compiled_when_used,
@@ -96,7 +97,6 @@ from e2e import (
     prepare,
     ranks_share_a_gpu,
     run_child,
-    software,
     stand_in,
     start_nodes,
     summary,
@@ -349,10 +349,11 @@ def key_of(*parts: Any) -> str:
 
 
 def base_key(model: Path, prompts: list[list[int]], steps: int, tp: int, where: dict[str, Any]) -> str:
-    """What all runs of a model share: its checkpoint, the question, and the software of machine()."""
+    """What all runs of a model share: its checkpoint, the question, and the software and GPUs of machine()."""
     config = json.loads((model / "config.json").read_text())
     index = model / "model.safetensors.index.json"
-    return key_of([config, index.stat().st_mtime_ns if index.exists() else 0], prompts, steps, tp, software(where))
+    written = index.stat().st_mtime_ns if index.exists() else 0
+    return key_of([config, written], prompts, steps, tp, comparable(where))
 
 
 def read_result(path: Path, key: str) -> dict[str, Any] | None:

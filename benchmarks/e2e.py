@@ -479,14 +479,16 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def software(where: dict[str, Any]) -> dict[str, Any]:
-    """Of `machine()`, what has to be the same for results to be of one comparison."""
-    return {key: where.get(key) for key in ("versions", "overlay", "environment")}
+def comparable(where: dict[str, Any]) -> dict[str, Any]:
+    """Of `machine()`, what has to be the same for results to be of one comparison: not how many GPUs there are."""
+    gpus = sorted(set(where.get("gpus", ())))  # names and drivers
+    return {key: where.get(key) for key in ("versions", "overlay", "environment")} | {"gpus": gpus}
 
 
 def kept(out: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """The results that `out` holds already; ends the script if they are of other software."""
+    """The results that `out` holds already; ends the script if they are of other software or GPUs."""
     results = json_object(out) if out.exists() else {}
-    if results and software(results.get("machine", {})) != software(where):
-        sys.exit(f"error: {out} holds results of another vLLM, overlay or environment; give another --out.")
+    if results and comparable(results.get("machine", {})) != comparable(where):
+        what = "vLLM, overlay, environment, GPU or driver"
+        sys.exit(f"error: {out} holds results of another {what}; give another --out.")
     return results

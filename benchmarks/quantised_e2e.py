@@ -16,7 +16,7 @@ The bar is KL(truth | NAME) <= 1.05 KL(truth | own), for decode steps and for pr
 twentieth of what quantisation costs. KL(own | NAME) is reported too.
 
 With --kv, --graphs or --tp, NAME is compared with a truth that has them as well; `own` has none of them.
-Runs of the same checkpoints and software that are in --work are not repeated.
+Runs of the same checkpoints, software and GPUs that are in --work are not repeated.
 """
 
 from __future__ import annotations

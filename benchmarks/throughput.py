@@ -531,9 +531,7 @@ def main(argv: list[str] | None = None) -> int:
         results = kept(args.out, where)
         if not results:
             return {"settings": settings, "runs": {}}
-        there, theirs = results.get("machine", {}), results.get("settings", {})
-        if set(there.get("gpus", ())) != set(where.get("gpus", ())):  # names and drivers
-            sys.exit(f"error: {args.out} holds speeds of other GPUs, or by another driver; give another --out.")
+        theirs = results.get("settings", {})
         if others := [key for key in settings if theirs.get(key) != settings[key]]:
             sys.exit(f"error: {args.out} holds runs with another {', '.join(others)}; give another --out.")
         return results

@@ -981,11 +981,12 @@ def test_a_model_s_damaged_settings(refuses, tmp_path, script, text, words):
     assert words in refuses(script)
 
 
-def test_speeds_of_other_gpus_are_not_merged(refuses, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", [features_e2e, throughput])
+def test_results_of_other_gpus_are_not_merged(refuses, tmp_path, monkeypatch, script):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(throughput, "machine", lambda: {"gpus": ["NVIDIA H200, 580.1"]})
+    monkeypatch.setattr(script, "machine", lambda: {"gpus": ["NVIDIA H200, 580.1"]})
     (tmp_path / "out.json").write_text('{"machine": {"gpus": ["NVIDIA H100 80GB HBM3, 580.1"]}}')
-    assert "out.json holds speeds of other GPUs, or by another driver; give another --out." in refuses(throughput)
+    assert "another vLLM, overlay, environment, GPU or driver; give another --out." in refuses(script)
 
 
 def test_runs_with_other_options_are_not_replaced(refuses, tmp_path, monkeypatch):

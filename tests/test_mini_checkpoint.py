@@ -634,19 +634,19 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
         assert ended.value.code == 2 and "cannot be written" in capsys.readouterr().err
 
 
-def test_a_quantised_run_is_repeated_by_other_software(checkpoint, tmp_path, monkeypatch):
+def test_a_quantised_run_is_repeated_by_other_software_and_on_other_gpus(checkpoint, tmp_path, monkeypatch):
     started = []
 
     def fake(name, job, args):
-        started.append(args.where["versions"])
+        started.append((args.where["versions"], *args.where["gpus"]))
         np.savez(job["out"])
         Path(job["out"]).with_suffix(".json").write_text(json.dumps({"key": job["key"]}))
         (args.work / f"{name}.log").touch()
         return {"ok": True}
 
     monkeypatch.setattr(accuracy_e2e, "start_run", fake)
-    for version in ("1", "1", "2"):
-        where = {"versions": version, "gpus": []}
+    for version, *gpus in (("1", "A"), ("1", "A", "A"), ("2", "A"), ("2", "B")):
+        where = {"versions": version, "gpus": gpus}
         args = SimpleNamespace(folder=checkpoint.parent, work=tmp_path, steps=3, tp=1, where=where)
         assert quantised_e2e.run("a", checkpoint.name, {}, 1, None, [[1]], args)["ok"]
-    assert started == ["1", "2"]
+    assert started == [("1", "A"), ("2", "A"), ("2", "B")]
