@@ -32,12 +32,12 @@ DeepSeek V4.1 (make_mini_checkpoint.py --model v4.1) has the backends flashmla a
 images.
 
 The plain run (`reference`) is eager, on one GPU, without prefix cache, speculation or asynchronous scheduling.
-Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may
-be spread over several commands (`--steps prefix,chunked`) of the same software, with the same VLLM_*
-variables. A step passes if all its checks pass: its own, that no kernel of ours was compiled by Triton after
-warm-up (vLLM's JIT monitor), and that greedy tokens and their log-probabilities are the reference's. They are
-compared up to the first token that differs; such a token counts as noise if the reference gave both nearly
-the same log-probability. Noise, as mean KL and as that margin:
+Every step is a process of its own and is merged into OUT as it ends; steps in OUT are kept, so the list may be
+spread over several commands (`--steps prefix,chunked`) of the same software, with the same VLLM_* variables, on
+the same kind of GPU. A step passes if all its checks pass: its own, that no kernel of ours was compiled by
+Triton after warm-up (vLLM's JIT monitor), and that greedy tokens and their log-probabilities are the
+reference's. They are compared up to the first token that differs; such a token counts as noise if the reference
+gave both nearly the same log-probability. Noise, as mean KL and as that margin:
 
     same arithmetic     KL, of decode steps and of prompts, at most 1e-3 or 4 times, margin at most 0.2 or 2 times,
                         what the reference differs from itself when its prompts come one at a time, not together
