@@ -1,4 +1,5 @@
-"""Clocks, temperature and power of the GPUs while something is measured, asked of NVIDIA's driver."""
+"""What the machine does while something is measured: clocks, temperature and power of the GPUs, asked of NVIDIA's
+driver, and the speed of the host."""
 
 from __future__ import annotations
 
@@ -101,3 +102,38 @@ class Watch:
             one["slowed_by"] = [name for bit, name in SLOWED_BY.items() if any(s["slowed"] & bit for s in samples)]
             found.append(one)
         return found
+
+
+class HostWatch:
+    """A thread that times the same loop of Python while the context is open: where steps wait for the processor, a
+    slower one makes a slower server."""
+
+    def __init__(self) -> None:
+        import psutil  # vLLM has it; where only kernels are measured, it may not be there
+
+        self._cpu_times = psutil.cpu_times_percent  # since the call before
+        self._loops: list[float] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> HostWatch:
+        self._cpu_times()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._cores = self._cpu_times()
+
+    def _run(self) -> None:
+        while not self._loops or not self._end.wait(PERIOD):
+            began = time.perf_counter()
+            for _ in range(20_000):
+                pass
+            self._loops.append((time.perf_counter() - began) * 1e6)
+
+    def summary(self) -> dict[str, Any]:
+        """Parts of all cores' time, and [least, median, most] of the loop. Once the context is closed."""
+        loop = [round(value) for value in (min(self._loops), statistics.median(self._loops), max(self._loops))]
+        return {"idle_percent": self._cores.idle, "stolen_percent": self._cores.steal, "loop_us": loop}

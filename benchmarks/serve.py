@@ -28,8 +28,9 @@ same length with fewer tokens out: what is compiled depends on the tokens in a s
 What is compiled while the clock runs all the same (new libraries in the caches of Triton, TileLang, DeepGEMM
 and FlashInfer), the result names. For the time before the clock it has the seconds of each server's start and
 of its first requests, and what of that each library took to compile. Of the repetitions it has the median,
-every figure, and meanwhile the GPUs' clocks and temperature, and the part of the CPUs' time that was idle or,
-in a virtual machine, given to others. What is in --work is not measured again, so an interrupted command can be
+every figure, and meanwhile the GPUs' clocks and temperature, the part of the CPUs' time that was idle or, in a
+virtual machine, given to others, and how long a fixed loop of Python took: in some machines the host's speed
+changes, and with it that of prefill. What is in --work is not measured again, so an interrupted command can be
 given once more; --output-len and --concurrency make it shorter, and the result says so. --profile adds, with
 the first concurrency, the share of attention in the GPU time of decode steps, by torch's profiler on rank 0.
 --share-of N, for a machine with fewer GPUs than the model needs, is a model of what one of N tensor-parallel
@@ -75,14 +76,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 REPO = Path(__file__).resolve().parents[1]
 BENCHMARKS = str(REPO / "benchmarks")
 sys.path += [BENCHMARKS, str(REPO / "scripts")]
 
 from e2e import DROP_IN, STOCK_KERNELS, check_out, end_by_sigterm, json_object, machine, positive  # noqa: E402
-from gpu_watch import Watch  # noqa: E402
+from gpu_watch import HostWatch, Watch  # noqa: E402
 from serve_cases import Case, Run, add_options, add_runs, cases  # noqa: E402
 from serve_report import PROFILED_STEPS, TRACE, attention_share, profiler, row_of, table  # noqa: E402
 
@@ -405,12 +404,10 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
             for n, name in turns:
                 print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
                 before, preempted = compiled(), servers[name].preemptions()
-                psutil.cpu_times_percent()  # the next call is of the time since this one
-                with Watch() as watch:
+                with Watch() as watch, HostWatch() as host:
                     found = bench(args, servers[name], case, seed=seed_of(case, n))
                     found["gpu_meanwhile"] = watch.summary()
-                cores = psutil.cpu_times_percent()
-                found["host_meanwhile"] = {"idle_percent": cores.idle, "stolen_percent": cores.steal}
+                found["host_meanwhile"] = host.summary()
                 found["compiled"] = sorted(compiled().keys() - before.keys())
                 now = servers[name].preemptions()
                 found["preemptions"] = None if None in (preempted, now) else round(now - preempted)

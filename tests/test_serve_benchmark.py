@@ -184,7 +184,10 @@ def test_repeated_measurements(serve, tmp_path):
     assert row["output_throughput"] == 5.0
     assert [found["output_throughput"] for found in row["repeats"]] == [4.0, 5.0, 6.0]
     assert all(found["gpu_meanwhile"] for found in row["repeats"])  # samples, or why there are none
-    assert all(0 <= percent <= 100 for found in row["repeats"] for percent in found["host_meanwhile"].values())
+    for found in row["repeats"]:
+        host = found["host_meanwhile"]
+        assert all(0 <= host[percent] <= 100 for percent in ("idle_percent", "stolen_percent"))
+        assert 0 < host["loop_us"][0] <= host["loop_us"][1] <= host["loop_us"][2]
     assert "| 5.00 (4.00-6.00) |" in done.stdout
 
     (tmp_path / "serve-work/FP8-4-2.json").unlink()
