@@ -87,8 +87,8 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache, extra_topk_length: a second cache of
             the same rows, whose keys join those of the first; its block size and
             columns may differ.
-        topk_length: int32 `[batch]`: the leftmost columns that count. None is all of
-            them.
+        topk_length: int32 `[batch]`: the leftmost columns that count. None, and more
+            than there are, is all of them.
         out: BF16 `[batch, q_len, heads, 512]`, last dimension contiguous; allocated
             when None.
         enable_batch_invariant: False (from vLLM 0.33.0 on; FlashMLA has True on
@@ -175,8 +175,8 @@ def flash_mla_sparse_fwd(
         sm_scale: multiplies q k.
         d_v: 512.
         attn_sink: float32 `[heads]`: out times `exp(lse) / (exp(lse) + exp(sink))`.
-        topk_length: int32 `[tokens]`: the leftmost columns that count. None is all of
-            them.
+        topk_length: int32 `[tokens]`: the leftmost columns that count. None, and more
+            than there are, is all of them.
         out: BF16 `[tokens, heads, 512]`, last dimension contiguous; allocated when
             None.
         provider: "reference", "triton" or "sm90"; None picks.
@@ -258,7 +258,8 @@ def _attend(call: SparseAttention, out: torch.Tensor, provider: str | None) -> N
         )
     if call.query.shape[0]:
         with torch.cuda.device_of(call.query):  # Triton launches on the current one
-            if name != "reference" and call.query.shape[0] >= _BOUNDED_TOKENS:
+            large = name != "reference" and call.query.shape[0] >= _BOUNDED_TOKENS
+            if large and any(pool.lengths is None for pool in call.pools):
                 call = replace(call, pools=tuple(map(_bounded, call.pools)))
             _load_provider(name)(call)
     if call.out.data_ptr() != out.data_ptr():  # flattening copied it
