@@ -38,26 +38,14 @@ def processes(gpus: list[str]) -> dict[int, int | None]:
     return found
 
 
-class Watch:
-    """A thread that takes samples of every GPU of the machine while the context is open.
-
-    Without nvidia-ml-py (a requirement of FlashInfer, so of every vLLM here) or a driver there are none.
-    """
+class Sampler:
+    """A thread that takes a sample every PERIOD while the context is open, the first one before."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, list[dict[str, int]]]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
-        try:
-            self._nvml = driver()
-        except Exception as error:
-            self.problem = f"no samples: {error}"
-            return self
-        self.problem = ""
-        count = self._nvml.nvmlDeviceGetCount()
-        self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+    def __enter__(self) -> Sampler:
         self._sample()
         self._thread.start()
         return self
@@ -68,9 +56,35 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        while not self._end.wait(PERIOD):
+            self._sample()
+
+
+class Watch(Sampler):
+    """Samples of every GPU of the machine.
+
+    Without nvidia-ml-py (a requirement of FlashInfer, so of every vLLM here) or a driver there are none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples: list[tuple[float, list[dict[str, int]]]] = []
+
+    def __enter__(self) -> Watch:
         try:
-            while not self._end.wait(PERIOD):
-                self._sample()
+            self._nvml = driver()
+        except Exception as error:
+            self.problem = f"no samples: {error}"
+            return self
+        self.problem = ""
+        count = self._nvml.nvmlDeviceGetCount()
+        self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        super().__enter__()
+        return self
+
+    def _run(self) -> None:
+        try:
+            super()._run()
         except Exception as error:  # the last sample says nothing of what comes after it
             self.problem = f"no samples to the end: {error}"
 
@@ -104,34 +118,31 @@ class Watch:
         return found
 
 
-class HostWatch:
-    """A thread that times the same loop of Python while the context is open: where steps wait for the processor, a
-    slower one makes a slower server."""
+class HostWatch(Sampler):
+    """How long the same loop of Python takes: where steps wait for the processor, a slower one makes a slower
+    server."""
 
     def __init__(self) -> None:
         import psutil  # vLLM has it; where only kernels are measured, it may not be there
 
+        super().__init__()
         self._cpu_times = psutil.cpu_times_percent  # since the call before
         self._loops: list[float] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> HostWatch:
         self._cpu_times()
-        self._thread.start()
+        super().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+        super().__exit__()
         self._cores = self._cpu_times()
 
-    def _run(self) -> None:
-        while not self._loops or not self._end.wait(PERIOD):
-            began = time.perf_counter()
-            for _ in range(20_000):
-                pass
-            self._loops.append((time.perf_counter() - began) * 1e6)
+    def _sample(self) -> None:
+        began = time.perf_counter()
+        for _ in range(20_000):
+            pass
+        self._loops.append((time.perf_counter() - began) * 1e6)
 
     def summary(self) -> dict[str, Any]:
         """Parts of all cores' time, and [least, median, most] of the loop. Once the context is closed."""
