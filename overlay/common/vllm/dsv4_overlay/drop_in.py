@@ -174,7 +174,7 @@ def prefill(
             "softmax_scale": layer.scale,
             "is_fp8_kvcache": True,
             "indices": table.indices[:, None, :SWA_COLUMNS],
-            "topk_length": table.visible,  # no more than there are columns count
+            "topk_length": table.visible.clamp(max=SWA_COLUMNS),
         }
         if compressed_metadata is not None:
             rest |= {
