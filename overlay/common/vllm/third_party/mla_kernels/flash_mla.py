@@ -268,6 +268,7 @@ def _attend(call: SparseAttention, out: torch.Tensor, provider: str | None) -> N
 
 def _bounded(pool: KeyPool) -> KeyPool:
     """The pool with lengths: no column behind a token's last row is gone through."""
+    # Not at the top: slots.py imports this module, and Triton.
     from .slots import columns_in_use
 
     if pool.lengths is not None:
