@@ -93,6 +93,7 @@ def next_to_each_other(run: dict[str, Any], other: dict[str, Any], key: str) -> 
 def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[int, Bar]]]]:
     """By machine, by key of SERVING, by run, by requests at once: how much better than FlashMLA."""
     bars: dict[str, dict[str, dict[str, dict[int, Bar]]]] = {}
+    pairs: dict[tuple[str, ...], list[float]] = {}  # several machines' too
     seeded = {(result["share_of"], result["tensor_parallel_size"])
               for result in results if result["weights"] != "dummy"}  # fmt: skip
     for result in results:
@@ -112,7 +113,8 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
                     continue
                 for key, _, more in SERVING:
                     if in_turns(result):
-                        ratios = next_to_each_other(row, stock[count], key)
+                        ratios = pairs.setdefault((machine, key, run, count), [])
+                        ratios += next_to_each_other(row, stock[count], key)
                         ratio, least, most = statistics.median(ratios), min(ratios), max(ratios)
                     else:
                         one = [each[key] for each in row.get("repeats", [row])]

@@ -48,7 +48,7 @@ FEW = (8, 16)  # heads
 CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
-TP4_IN_TURNS = ("serve_tp4_seeded_h200x4_0.33.0",)
+TP4_IN_TURNS = ("serve_tp4_seeded_h200x4_0.33.0", "serve_tp4_again_h200x4_0.33.0")
 SHARE = ("serve_share_h200",)
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
@@ -62,6 +62,7 @@ V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
+MEASURED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
 # What serve.py's own table marks.
 MARKED = "\n\\* Kernels were compiled during some of these measurements, which count in the median.\n"
 # Checkpoints by how they are quantised, as make_mini_checkpoint.py names them.
@@ -118,12 +119,23 @@ def by_call(
 
 def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
     """Requests at once -> backend -> what was measured, where nothing was compiled under the clock."""
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    found: dict[int, dict[str, dict[str, Any]]] = {}
     for runs in (load(name)["runs"] for name in names):
-        for count in runs["FlashMLA"]["concurrency"]:
-            measured = {key.lower(): run["concurrency"][count] for key, run in runs.items()}
+        for count in map(int, runs["FlashMLA"]["concurrency"]):
+            measured = {key.lower(): run["concurrency"][str(count)] for key, run in runs.items()}
             if not any(run["compiled"] for run in measured.values()):
-                found[int(count)] = measured
+                found[count] = together(found[count], measured) if count in found else measured
+    return found
+
+
+def together(*files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What several files have of servers in turns; a measurement without one next to it is left out."""
+    pairs = [min(len(run["repeats"]) for run in measured.values()) for measured in files]
+    found = {}
+    for store in files[0]:
+        every = [one for measured, n in zip(files, pairs, strict=True) for one in measured[store]["repeats"][:n]]
+        medians = {key: median(one[key] for one in every) for key in MEASURED}
+        found[store] = {"repeats": every, "compiled": []} | medians
     return found
 
 

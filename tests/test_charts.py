@@ -53,6 +53,9 @@ def test_servers_in_turns_are_compared_next_to_each_other():
     for key, *_ in charts.SERVING:
         assert bars[key]["DropIn"][16] == pytest.approx((1.15, 1.1, 1.2) if key == "output_throughput" else
                                                         (2 / (1 / 1.1 + 1 / 1.2), 1.1, 1.2))  # fmt: skip
+    again = serving("dummy", {"FlashMLA": {16: 100.0}, "DropIn": {16: 90.0}}) | {"together": 2}
+    (bars,) = charts.serving_bars([result, again]).values()  # two machines
+    assert bars["output_throughput"]["DropIn"][16] == pytest.approx((1.1, 0.9, 1.2))
 
 
 @pytest.mark.parametrize("other", [{"output_len": 6144}, {"input_len": 1024}, {"speculation": {"method": "mtp"}}])

@@ -118,6 +118,20 @@ def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
     assert list(tables.served(["a", "b"])) == [16, 256]
 
 
+def test_servers_in_turns_on_two_machines_count_together(monkeypatch):
+    def server(*speeds):
+        repeats = [{"output_throughput": speed, "mean_ttft_ms": 1e5 / speed, "mean_tpot_ms": 9.0} for speed in speeds]
+        return {"concurrency": {"16": {"compiled": [], "repeats": repeats}}}
+
+    runs = {"a": {"FlashMLA": server(100.0), "DropIn": server(110.0, 900.0)},  # the last has none next to it
+            "b": {"FlashMLA": server(200.0, 200.0), "DropIn": server(180.0, 240.0)}}  # fmt: skip
+    results = {name: {"weights": "dummy", "together": 2, "runs": of} for name, of in runs.items()}
+    monkeypatch.setattr(tables, "load", results.get)
+    _, _, stock, ours, *_ = tables.serving(["a", "b"]).splitlines()
+    assert stock == "| 16 | FlashMLA | 200 | 1.00 | 0.50 | 9.0 |"
+    assert ours == "| 16 | FlashMLA's cache, drop-in | 180 | 1.10 | 0.56 | 9.0 |"
+
+
 def test_servers_that_compiled_meanwhile_are_marked(monkeypatch):
     row = {"output_throughput": 2.0, "mean_ttft_ms": 1e3, "mean_tpot_ms": 9.0, "compiled": []}
     rows = {"4": row, "16": row}
