@@ -120,7 +120,7 @@ def test_speed_ups_are_of_these_rows_and_of_valid_runs(monkeypatch):
 
 def test_servers_in_turns_on_two_machines_count_together(monkeypatch):
     def server(*speeds):
-        repeats = [{"output_throughput": speed, "mean_ttft_ms": 1e5 / speed, "mean_tpot_ms": 9.0} for speed in speeds]
+        repeats = [{"output_throughput": x, "mean_ttft_ms": 1e5 / x, "mean_tpot_ms": 9.0} for x in speeds]
         return {"concurrency": {"16": {"compiled": [], "repeats": repeats}}}
 
     runs = {"a": {"FlashMLA": server(100.0), "DropIn": server(110.0, 900.0)},  # the last has none next to it
