@@ -398,7 +398,8 @@ def report(runs: dict[str, Any], batches: list[int]) -> tuple[dict[str, Any], st
     head = ["prefill", *(f"decode {b}" for b in batches)]
     rates: dict[str, list[list[float]]] = {}
     for name, run in runs.items():
-        found = [run.get("prefill") or {}, *((run.get("decode", {}).get(str(b)) or {}) for b in batches)]
+        counts = run if run.get("ok", True) else {}  # what a run measured before it failed does not
+        found = [counts.get("prefill") or {}, *((counts.get("decode", {}).get(str(b)) or {}) for b in batches)]
         columns = rates.setdefault(kind(name), [[] for _ in head])
         for column, one in zip(columns, found, strict=True):
             column += [one["tokens_per_second"]] if one else []

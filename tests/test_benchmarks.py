@@ -613,6 +613,7 @@ def test_throughput_of_several_starts(tmp_path):
     assert arguments.items() >= throughput.DUMMY_WEIGHTS.items()
     rates = {"flashmla": 100.0, "fp8": 110.0, "flashmla-2": 110.0, "fp8-2": 121.0, "fp8-3": 143.0}
     runs = {name: {"prefill": {"tokens_per_second": rate}, "decode": {}} for name, rate in rates.items()}
+    runs["fp8-4"] = {"prefill": {"tokens_per_second": 999.0}, "decode": {}, "ok": False}
     ratios, text = throughput.report(runs, [16])
     assert ratios == {"fp8": {"prefill": {"ratio": round(121 / 105, 3), "least_most": [1.0, 1.43]}}}
     assert "121 (1.15, 1.00-1.43)" in text
