@@ -72,13 +72,13 @@ def newest_traces(folder: Path, count: int = 1) -> list[Path]:
 
 def attention_share(folder: Path) -> dict[str, Any]:
     """Kernels of a decode step, from the newest trace in `folder`."""
-    return decode_step(newest_traces(folder)[0])
+    return profiled_step(newest_traces(folder)[0])
 
 
-def decode_step(trace: Path) -> dict[str, Any]:
-    """GPU time of a decode step and what of it is attention, with all kinds of kernels, the launches of each, and
-    the longest kernels. A kernel that waits on the GPU for the one before it counts from its own start, so that
-    `kernels_us` can be more than `busy_us`, in which any kernel ran."""
+def profiled_step(trace: Path) -> dict[str, Any]:
+    """GPU time of a step, as the mean of those in the trace, and what of it is attention, with all kinds of kernels,
+    the launches of each, and the longest kernels. A kernel that waits on the GPU for the one before it counts from its
+    own start, so that `kernels_us` can be more than `busy_us`, in which any kernel ran."""
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     # vLLM marks each step with what is in it.

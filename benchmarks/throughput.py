@@ -40,8 +40,8 @@ without it as DeepSeek's has: two such results, with the memory of weights that 
 what one of N tensor-parallel GPUs computes: its share of the heads, of the width of every expert and of the
 vocabulary, and nothing sent between GPUs. Of V3.2, 8 leaves 16 heads and 16 leaves 8; of GLM-5, 8 leaves 8. With
 too few layers a decode step waits for the CPU, and attention does not show. --profile tells: it adds the kernels
-of 8 steps of each batch by torch's profiler (`step`; in `busy_us` any of them ran). Embeddings are seeded: tokens
-spread over the experts even by routers of near-zero weights.
+of 8 steps of each batch, and of the steps that read two prompts, by torch's profiler (`step`; in `busy_us` any of
+them ran). Embeddings are seeded: tokens spread over the experts even by routers of near-zero weights.
 
 With --lock FILE several commands start beside each other, each with a --work of its own, and one at a time
 measures; lock the file with flock(1) until all have started. They may share OUT, so their contexts are not cut:
@@ -95,7 +95,7 @@ from e2e import (
     visible_gpus,
 )
 from gpu_watch import Watch, processes
-from serve_report import PROFILED_STEPS, decode_step, newest_traces, profiler
+from serve_report import PROFILED_STEPS, newest_traces, profiled_step, profiler
 
 # The models made here, and into how many GPUs' shares they can be divided.
 MADE = {"flash": 8, "v3.2": 16, "glm-5": 8}
@@ -117,7 +117,7 @@ SPARSE_RUNS = SPARSE_MLA | FA3
 BASE = SPARSE_MLA_BASE | {"fa3_bf16": "flashmla_bf16"}
 ENVIRONMENT = {"flashmla": STOCK_KERNELS, **dict.fromkeys(("drop_in", *ON_REQUEST), DROP_IN),
                **SPARSE_MLA_ENVIRONMENT, **dict.fromkeys(FA3, STOCK_KERNELS)}  # fmt: skip
-PREFILL_PROMPTS, PREFILL_REPEATS = 8, 3
+PREFILL_PROMPTS, PREFILL_REPEATS, PROFILED_PROMPTS = 8, 3, 2
 WARM_STEPS, WINDOW_STEPS, WINDOWS = 16, 16, 4
 DSPARK_DRAFTS = 5  # tokens that V4-Flash-0731 drafts a step
 LEAST_CONTEXT = 2304
@@ -302,17 +302,24 @@ def child(job: dict[str, Any]) -> None:
         cache = f"the cache of {job['kv_gib']} GiB is too small; give more --kv-gib, or less --context"
         return RuntimeError(f"{what}: {cache}")
 
+    def read(prompts: int) -> None:
+        waiting = set(submit(prompts, job["prompt"], 1))
+        while waiting:
+            waiting -= step().keys()
+
     rates = []
     for repeat in range(1 + PREFILL_REPEATS):
         begin = time.perf_counter()
-        waiting = set(submit(PREFILL_PROMPTS, job["prompt"], 1))
-        while waiting:
-            waiting -= step().keys()
+        read(PREFILL_PROMPTS)
         rate = PREFILL_PROMPTS * job["prompt"] / (time.perf_counter() - begin)
         log(f"prefill {repeat}: {rate:.0f} tokens/s")
         if repeat:
             rates.append(rate)
             save(prefill={"tokens_per_second": statistics.median(rates), "all": rates})
+    if job["profile"]:
+        llm.start_profile()
+        read(PROFILED_PROMPTS)
+        llm.stop_profile()
 
     most = max(job["batches"])
     context = job["context"]
@@ -445,7 +452,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--kv-gib", type=positive, default=48, help="GiB of KV cache a GPU")
     parser.add_argument("--timeout", type=float, default=540, help="seconds a run")
-    parser.add_argument("--profile", action="store_true", help="also kernels of the decode steps")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of steps")
     parser.add_argument("--lock", type=Path, help="start beside others; measure with this file locked")
     args = parser.parse_args(argv)
     args.work = args.work or args.out.with_suffix("")
@@ -551,9 +558,10 @@ def main(argv: list[str] | None = None) -> int:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         if job["profile"] and found["ok"]:
-            traces = newest_traces(Path(job["profile"]), len(args.batches))
+            prefill, *traces = newest_traces(Path(job["profile"]), 1 + len(args.batches))
+            found["prefill"]["step"] = profiled_step(prefill)
             for batch, trace in zip(reversed(args.batches), traces, strict=True):
-                found["decode"][str(batch)]["step"] = decode_step(trace)
+                found["decode"][str(batch)]["step"] = profiled_step(trace)
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         found["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")

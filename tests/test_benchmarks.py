@@ -672,7 +672,7 @@ def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
         job = json.loads(Path(command[-1]).read_text())
         assert throughput.engine_arguments(job)["profiler_config"]["torch_profiler_dir"] == job["profile"]
         Path(job["profile"]).mkdir(parents=True)
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 4):
             (Path(job["profile"]) / f"rank0.{number}.pt.trace.json.gz").touch()
         decode = {batch: rate.copy() for batch in ("16", "4")}
         Path(job["out"]).write_text(json.dumps({"prefill": rate, "decode": decode, "ok": True}))
@@ -680,11 +680,12 @@ def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(throughput, "run_child", run_child)
     monkeypatch.setattr(throughput, "collect", lambda job, *_: json.loads(Path(job["out"]).read_text()))
-    monkeypatch.setattr(throughput, "decode_step", lambda trace: trace.name.split(".")[1])
+    monkeypatch.setattr(throughput, "profiled_step", lambda trace: trace.name.split(".")[1])
     asked = ["--model", str(tmp_path), "--out", str(tmp_path / "x.json"), "--runs", "drop_in", "--batches", "4,16"]
     assert throughput.main([*asked, "--profile"]) == 0
-    decode = json.loads((tmp_path / "x.json").read_text())["runs"]["drop_in"]["decode"]
-    assert {batch: of["step"] for batch, of in decode.items()} == {"16": "2", "4": "3"}
+    run = json.loads((tmp_path / "x.json").read_text())["runs"]["drop_in"]
+    steps = {batch: of["step"] for batch, of in run["decode"].items()}
+    assert run["prefill"]["step"] == "2" and steps == {"16": "3", "4": "4"}
     assert "profiler_config" not in throughput.engine_arguments(
         throughput.make_job(throughput.parse_args(asked), "drop_in", None)
     )
