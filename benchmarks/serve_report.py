@@ -76,9 +76,9 @@ def attention_share(folder: Path) -> dict[str, Any]:
 
 
 def profiled_step(trace: Path) -> dict[str, Any]:
-    """GPU time of a step, as the mean of those in the trace, and what of it is attention, with all kinds of kernels,
-    the launches of each, and the longest kernels. A kernel that waits on the GPU for the one before it counts from its
-    own start, so that `kernels_us` can be more than `busy_us`, in which any kernel ran."""
+    """GPU time of a step, as the mean of those in the trace, and what of it is attention, with all kinds of
+    kernels, the launches of each, and the longest kernels. A kernel that waits on the GPU for the one before it
+    counts from its own start, so that `kernels_us` can be more than `busy_us`, in which any kernel ran."""
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     # vLLM marks each step with what is in it.
