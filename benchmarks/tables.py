@@ -62,6 +62,7 @@ V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
+# Of a server, what its tables have.
 MEASURED = ("output_throughput", "mean_ttft_ms", "mean_tpot_ms")
 # What serve.py's own table marks.
 MARKED = "\n\\* Kernels were compiled during some of these measurements, which count in the median.\n"
@@ -117,7 +118,7 @@ def by_call(
             if row["rows"] == ROWS.get(store, store) and row["phase"] in {*PHASES[kind], *more}}  # fmt: skip
 
 
-def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, float]]]:
+def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, Any]]]:
     """Requests at once -> backend -> what was measured, where nothing was compiled under the clock."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for runs in (load(name)["runs"] for name in names):
@@ -130,10 +131,10 @@ def served(names: Iterable[str] = SERVING) -> dict[int, dict[str, dict[str, floa
 
 def together(*files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What several files have of servers in turns; a measurement without one next to it is left out."""
-    pairs = [min(len(run["repeats"]) for run in measured.values()) for measured in files]
+    turns = [turn for measured in files
+             for turn in zip(*(measured[store]["repeats"] for store in files[0]), strict=False)]  # fmt: skip
     found = {}
-    for store in files[0]:
-        every = [one for measured, n in zip(files, pairs, strict=True) for one in measured[store]["repeats"][:n]]
+    for store, every in zip(files[0], zip(*turns, strict=True), strict=True):
         medians = {key: median(one[key] for one in every) for key in MEASURED}
         found[store] = {"repeats": every, "compiled": []} | medians
     return found

@@ -558,10 +558,9 @@ def main(argv: list[str] | None = None) -> int:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
         if job["profile"] and found["ok"]:
-            prefill, *traces = newest_traces(Path(job["profile"]), 1 + len(args.batches))
-            found["prefill"]["step"] = profiled_step(prefill)
-            for batch, trace in zip(reversed(args.batches), traces, strict=True):
-                found["decode"][str(batch)]["step"] = profiled_step(trace)
+            parts = [found["prefill"], *(found["decode"][str(batch)] for batch in reversed(args.batches))]
+            for part, trace in zip(parts, newest_traces(Path(job["profile"]), len(parts)), strict=True):
+                part["step"] = profiled_step(trace)
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         found["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")
