@@ -174,13 +174,13 @@ def prefill(
             "softmax_scale": layer.scale,
             "is_fp8_kvcache": True,
             "indices": table.indices[:, None, :SWA_COLUMNS],
-            "topk_length": table.visible.clamp(max=SWA_COLUMNS),
+            "topk_length": table.visible,  # no more count than there are columns
         }
         if compressed_metadata is not None:
             rest |= {
                 "extra_k_cache": layer.kv_cache.unsqueeze(-2),
                 "extra_indices_in_kvcache": table.indices[:, None, SWA_COLUMNS:],
-                "extra_topk_length": table.lens - SWA_COLUMNS,
+                "extra_topk_length": table.compressed,
             }
         function, out = _kernels().flash_mla_with_kvcache, output[part, None]
         if _served(function, q[part, None], layer.attn_sink, out, rest) is None:

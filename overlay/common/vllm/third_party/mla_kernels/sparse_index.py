@@ -3,6 +3,7 @@
 """The index table of `sparse_mla` for a mixed batch (decodes first), built on the GPU
 from vLLM's metadata."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ class SparseIndexTable:
     indices: torch.Tensor
     lens: torch.Tensor
     visible: torch.Tensor
+
+    @functools.cached_property  # layers share tables
+    def compressed(self) -> torch.Tensor:
+        """[tokens] int32, compressed keys."""
+        return self.lens - SWA_COLUMNS
 
 
 def table_width(compressed_rows: int) -> int:
