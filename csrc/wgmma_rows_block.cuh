@@ -74,10 +74,10 @@ struct Layout : RowLayout<FORMAT> {
   static constexpr int kCorrection = kReduce + 4 * kHeads * 4;  // [weights][kHeads]
   static constexpr int kFactor = kCorrection + 2 * kHeads * 4;  // [weights][kHeads]; of shared keys: sinks
   static constexpr int kState = kFactor + 2 * kHeads * 4;       // [weights]: whether outputs are to be corrected
-  static constexpr int kRowMasks = kState + 8;                     // [slots][4 warps that fetch]: a bit for every row
+  static constexpr int kRowMasks = kState + 8;                     // [slots]: a bit for every row
   static constexpr int kTurns = kRowMasks + kSlots * 4;
   static constexpr int kBarriers = (kTurns + Turns::kListBytes + 7) / 8 * 8;
-  static constexpr int kQ = (kBarriers + (2 * kSlots + 8) * 8 + 1023) / 1024 * 1024;  // [items, even and odd]
+  static constexpr int kQ = (kBarriers + (3 * kSlots + 8) * 8 + 1023) / 1024 * 1024;  // [items, even and odd]
   // In place of the second item's q: a block that shares keys has one item, and is told the others' outputs while it
   // works on that.
   static constexpr int kTold = kQ + kQBytes;
@@ -95,6 +95,8 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   using Position = RingPosition<L::kSlots>;
   const Turns turns;
 
+  // The rows of a slot have come.
+  __device__ __forceinline__ uint32_t copied(int slot) const { return Base::barrier(2 * L::kSlots + 8 + slot); }
   __device__ __forceinline__ void wait_full(const Position& at) const { barrier_wait(Base::full(at.slot), at.parity); }
 
   __device__ __forceinline__ int head0(int item) const {
@@ -110,7 +112,8 @@ struct Storage : wgmma::Pipeline<RowParams, Layout<FORMAT>> {
   __device__ __forceinline__ Told& told() const { return *reinterpret_cast<Told*>(Base::smem + L::kTold); }
   __device__ __forceinline__ void init() const {
     if (p.splits > 1) told().init(p, kHeads, p.splits, p.share_of(blockIdx.x));
-    Base::init(128, kOutputThreads);
+    for (int i = 0; i < L::kSlots; ++i) barrier_init(copied(i), 64 + 2);  // each thread's copies, and the masks
+    Base::init(64, kOutputThreads);
   }
 };
 

@@ -237,20 +237,23 @@ struct Scores : Storage<FORMAT> {
       lengths = LaneLengths(p, turns[turn + 1], lane);
       const int buffer = served % 2, head = head0(i) + thread();
       const float sink = p.sinks && thread() < kN && head < p.heads ? p.sinks[head] * kLog2e : -INFINITY;
-      float2 stats;
       float sum[kN / 4] = {};
       bool started = false;
       barrier_wait(q_full(buffer), served / 2 & 1);
-      for (int left = item.tiles; left > 0; --left, ++tile) {
+      const auto hand_over = [&] {
+        fence_async();
+        barrier_arrive(ready(tile++ % 2));
+      };
+      for (int left = item.tiles;; hand_over()) {
         float s[kN / 2];
         uint32_t powers[2];
         WeightInputs inputs;
         scores(s, powers, inputs, own, other, tile, started, buffer);
         weights(s, powers, inputs, sum, tile, started);
-        if (left == 1) stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
-        fence_async();
-        barrier_arrive(ready(tile % 2));
+        if (--left == 0) break;
       }
+      const float2 stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
+      hand_over();
       barrier_arrive(q_empty(buffer));  // its scales are read until here
       if (p.splits > 1) {
         cluster_wait();
