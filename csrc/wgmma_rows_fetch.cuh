@@ -6,8 +6,8 @@
 namespace mla {
 namespace wgmma_rows {
 
-// Two warps copy rows, two prepare those that have come, so that neither waits for what the others wait for. Each has 16
-// of the 32 rows of a slot.
+// Two warps copy rows, two prepare those that have come, so that neither waits for what the others wait for. Each has
+// 16 of the 32 rows of a slot.
 template <RowFormat FORMAT>
 struct Fetch : Storage<FORMAT> {
   using Base = Storage<FORMAT>;
@@ -49,8 +49,8 @@ struct Fetch : Storage<FORMAT> {
     return {row.at, scales, __ballot_sync(~0u, row.exists)};
   }
 
-  // Half of a tile, into a slot. Eight lanes copy 128 bytes of a row, 16 each, so that a lane has part of rows lane / 8,
-  // and 4, 8 and 12 further, from `rows` on; the lane that has looked up a row copies its scales.
+  // Half of a tile, into a slot. Eight lanes copy 128 bytes of a row, 16 each, so that a lane has part of rows lane / 8
+  // and 4, 8 and 12 further, which are `rows`; the lane that has looked up a row copies its scales.
   template <bool EVICT_FIRST>
   __device__ __forceinline__ void copy(const uint8_t* const (&rows)[4], const Found& found, int slot, int half) const {
     const int lane = opaque_lane();
@@ -91,8 +91,8 @@ struct Fetch : Storage<FORMAT> {
     copies_arrive(copied(slot));
   }
 
-  // A tile, into two slots. All rows are passed on before the first copy: a shuffle after it would wait until
-  // the copy has left.
+  // A tile, into two slots. All rows are passed on before the first copy: a shuffle after it would wait until the copy
+  // has left.
   template <bool EVICT_FIRST>
   __device__ __forceinline__ void copy_tile(const Found& found, Position at) const {
     const uint8_t* rows[2][4];
@@ -139,7 +139,7 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll
       for (int k = 0; k < 2; ++k) ratios[of * 32 + row + k * 8] = ratio(scale[k], power_of_row(largest[k]));
     } else {
-      // A lane has chunk lane % 8 of the wide parts of rows lane / 8, and 4, 8 and 12 further, which it divides too, and
+      // A lane has chunk lane % 8 of the wide parts of rows lane / 8 and 4, 8 and 12 further, which it divides too, and
       // one of their scales.
       const int row = lane / 8, of = lane % 8;
       uint8_t* const of_rows = smem + L::kRowScales + (row0 + row) * 16;
@@ -177,7 +177,8 @@ struct Fetch : Storage<FORMAT> {
       __syncwarp();  // all have read their scales
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint32_t both = __vminu2(__vmaxu2(powers[k / 2], (14 + 27) * 0x10001), (14 + 227) * 0x10001) - 14 * 0x10001;
+        const uint32_t both =
+            __vminu2(__vmaxu2(powers[k / 2], (14 + 27) * 0x10001), (14 + 227) * 0x10001) - 14 * 0x10001;
         const uint32_t power = both >> k % 2 * 16 & 0xFFFF, by = (254 - power) * 0x00800080;
         const uint16_t mine = ratio(__uint_as_float((scales[k / 2] >> k % 2 * 16 & 0xFF) << 23), power);
         reinterpret_cast<uint16_t*>(of_rows + k * 64)[of] = of < L::kGroups ? mine : power;
@@ -196,7 +197,7 @@ struct Fetch : Storage<FORMAT> {
     const bool is_copier = warp % 4 < 2;
     const int my_key = lane / kWarpRows * 32 + warp % 2 * kWarpRows + lane % kWarpRows;  // of a tile
     Position at;
-    uint32_t served = 0;   // items
+    uint32_t served = 0;  // items
     int parts = kQParts;  // of the next one's q; the first one's is loaded by those who have nothing else to do yet
     int turn = 0, i = turns[0];
     Item item(p, i, KeyLengths(p, i));
@@ -215,18 +216,18 @@ struct Fetch : Storage<FORMAT> {
 #pragma unroll 1
       for (int tile = parts - kQParts; tile < now.tiles; ++tile) {
         if (tile == 0) ++served, parts = 0;
-        const bool is_next = tile >= 0, is_q = !is_next || (is_more && tile >= kFirstQTile && parts < kQParts);
+        const bool is_tile = tile >= 0, is_q = !is_tile || (is_more && tile >= kFirstQTile && parts < kQParts);
         Q q;
-        if (is_q) q.load(p, is_next ? item.token : now.token, head0(is_next ? i : now_at), warp % 4 + parts * 4, lane);
-        if (is_next && is_copier) {
+        if (is_q) q.load(p, is_tile ? item.token : now.token, head0(is_tile ? i : now_at), warp % 4 + parts * 4, lane);
+        if (is_tile && is_copier) {
           // The next tile's rows are asked for here and found below: ptxas waits for all loads at the end of a loop.
           const bool is_last = tile + 1 == now.tiles;
-          Item of = now;
+          Item of = now;  // and field by field, or else both are put into memory
           if (is_last) of.token = item.token, of.first = item.first, of.of_first = item.of_first, of.keys = item.keys;
           const int key = is_last ? my_key : (tile + 1) * kTile + my_key, index = of.index(p, key);
           copy_tile<EVICT_FIRST>(found, at);
           found = find(of, key, index);
-        } else if (is_next) {
+        } else if (is_tile) {
           Position half = at;
 #pragma unroll 1
           for (int h = 0; h < 2; ++h, half = half.next()) {
@@ -234,7 +235,7 @@ struct Fetch : Storage<FORMAT> {
             prepare(half.slot);
           }
         }
-        if (is_next) at = at.next(2);
+        if (is_tile) at = at.next(2);
         if (is_q) {
           const int buffer = served % 2;
           if (parts == 0) barrier_wait(q_empty(buffer), served / 2 & 1 ^ 1);
