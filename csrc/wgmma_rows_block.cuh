@@ -38,7 +38,7 @@ __device__ __forceinline__ uint32_t power_of_row(uint32_t largest_scale) {
 }
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
-// Where a consumer is in a ring: a slot, and the parity of the phase that ends when it is full. A position follows from
+// Where a warp is in a ring: a slot, and the parity of the phase that ends when it is full. A position follows from
 // the one before, because a remainder of the number of slots would be a chain of ten uniform instructions, for which a
 // warp waits every time.
 template <int SLOTS>
