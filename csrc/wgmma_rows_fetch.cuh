@@ -17,11 +17,11 @@ struct Fetch : Storage<FORMAT> {
   using L = Layout<FORMAT>;
   static constexpr int kWarpRows = 16;
 
-  // The next item's q comes in parts of four heads, one with each of some tiles: every warp loads a head.
-  static constexpr int kQParts = kHeads / 4;
+  // The next item's q comes in parts of eight heads, one with each of some tiles: every warp loads two.
+  static constexpr int kQParts = kHeads / 8;
   // About when this tile of an item is copied, the item before has its scores, and its q is free.
   static constexpr int kFirstQTile = L::kSlots / 2 - 1;
-  using Q = QLoader<FORMAT, kHeads>;
+  using Q = QLoader<FORMAT, 4 * kQParts>;
 
   // The next item's q into the L2 cache.
   __device__ __forceinline__ void prefetch_q(int64_t token, int head0) const {

@@ -240,20 +240,17 @@ struct Scores : Storage<FORMAT> {
       float sum[kN / 4] = {};
       bool started = false;
       barrier_wait(q_full(buffer), served / 2 & 1);
-      const auto hand_over = [&] {
-        fence_async();
-        barrier_arrive(ready(tile++ % 2));
-      };
-      for (int left = item.tiles;; hand_over()) {
+      float2 stats;
+      for (int left = item.tiles; left > 0; --left, ++tile) {
         float s[kN / 2];
         uint32_t powers[2];
         WeightInputs inputs;
         scores(s, powers, inputs, own, other, tile, started, buffer);
         weights(s, powers, inputs, sum, tile, started);
-        if (--left == 0) break;
+        if (left == 1) stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
+        fence_async();
+        barrier_arrive(ready(tile % 2));
       }
-      const float2 stats = finish(sum, item.token, head0(i), tile % 2, started, sink);
-      hand_over();
       barrier_arrive(q_empty(buffer));  // its scales are read until here
       if (p.splits > 1) {
         cluster_wait();
