@@ -378,7 +378,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
     missing = {
         case: [
             (n, name)
-            for n in range(1, args.repeat + 1)
+            for n in range(1, case.repeat + 1)
             for name in (names if n % 2 else names[::-1])  # each after the other as often as before it
             if not place(args, name, case, n).exists()
         ]
@@ -402,7 +402,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                     write(args.work / f"{name}.json", facts[name])
                 warm.add(steps)
             for n, name in turns:
-                print(f"{name}: {case.label} at once, {n} of {args.repeat}", flush=True)
+                print(f"{name}: {case.label} at once, {n} of {case.repeat}", flush=True)
                 before, preempted = compiled(), servers[name].preemptions()
                 with Watch() as watch, HostWatch() as host:
                     found = bench(args, servers[name], case, seed=seed_of(case, n))
@@ -437,7 +437,7 @@ def collect(args: argparse.Namespace, where: dict[str, Any]) -> dict[str, Any]:
     for name in args.runs:
         run = json.loads((args.work / f"{name}.json").read_text()) | {"concurrency": {}}
         for case in args.cases:
-            every = [json.loads(place(args, name, case, n).read_text()) for n in range(1, args.repeat + 1)]
+            every = [json.loads(place(args, name, case, n).read_text()) for n in range(1, case.repeat + 1)]
             row = row_of(every, args.tensor_parallel_size * args.share_of)
             run["concurrency"][case.label] = {"case": asdict(case)} | row
         if args.profile:
@@ -464,7 +464,6 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, metavar="N", help="servers at a time, with --kv-gib")
     parser.add_argument("--kv-gib", type=int, metavar="G", help="GiB of each server's cache (default: all left)")
     add_options(parser)
-    parser.add_argument("--repeat", type=int, default=1, help="measurements of each (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also the share of attention in a decode step")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--work", type=Path, default=Path("serve-work"), help="what was measured so far")
@@ -500,8 +499,6 @@ def main() -> None:
     args.runs = args.runs.split(",")
     if unknown := set(args.runs) - {*args.every_run, *([RUNNING] if args.base_url else [])}:
         stop(f"--runs names {', '.join(unknown)}; there are {', '.join(args.every_run)}.")
-    if args.repeat < 1:
-        stop(f"--repeat is {args.repeat}; give 1 or more.")
     if not 1 <= args.port <= 65536 - args.together:
         stop(f"--port is {args.port}; give 1 to {65536 - args.together}: servers take it and those after it.")
     check_out(args.out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from e2e import positive
 
@@ -23,6 +23,7 @@ class Case:
     count: int  # at once
     times: int
     only_shape: bool
+    repeat: int = field(repr=False)  # measurements; not in what prompts are drawn from
 
     @property
     def label(self) -> str:
@@ -42,6 +43,8 @@ class Case:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", default="16,32,64,256", help="default: %(default)s")
+    parser.add_argument("--repeat", default="1", help="measurements of each, or as many numbers as --concurrency "
+                        "has (default: %(default)s)")  # fmt: skip
     parser.add_argument("--input-len", type=positive, help="tokens of a prompt (default: 8192)")
     parser.add_argument("--output-len", type=positive, help="tokens of an answer (default: 8192)")
     parser.add_argument("--shapes", metavar="IN/OUT,…", help="several of them, as in 1k/8k,8k/1k,8k/8k")
@@ -57,6 +60,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
     """Raises ValueError, with a sentence, for options that make no sense."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
         raise ValueError(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
+    counts, repeats = args.concurrency.split(","), args.repeat.split(",")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.repeat) or len(repeats) not in (1, len(counts)):
+        raise ValueError(f"--repeat is {args.repeat}; give 1 or more, or one such number for each --concurrency.")
+    repeat_of = dict(zip(counts, repeats * (len(counts) // len(repeats)), strict=True))
     if args.shapes is None:
         shapes = [(args.input_len or 8192, args.output_len or 8192)]
     elif args.input_len is not None or args.output_len is not None:
@@ -78,10 +85,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
         if not GOAL.fullmatch(goal):
             raise ValueError(f"--goodput has {goal!r}; write ttft, tpot or e2el, a colon and milliseconds.")
     return [
-        Case(*shape, load, int(count), args.times, len(shapes) == 1)
+        Case(*shape, load, int(count), args.times, len(shapes) == 1, int(repeat))
         for shape in shapes
         for load in args.load.split(",")
-        for count in args.concurrency.split(",")
+        for count, repeat in repeat_of.items()
     ]
 
 

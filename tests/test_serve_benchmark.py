@@ -191,8 +191,8 @@ def test_repeated_measurements(serve, tmp_path):
     assert "| 5.00 (4.00-6.00) |" in done.stdout
 
     (tmp_path / "serve-work/FP8-4-2.json").unlink()
-    done, calls = serve("--repeat", "3", "--runs", "FP8")
-    assert [call[0] for call in calls] == ["serve", *["warm-up"] * 4, "bench"]
+    done, calls = serve("--repeat", "3,4", "--runs", "FP8")  # 3 of 2 at once, 4 of 4
+    assert [call[0] for call in calls] == ["serve", *["warm-up"] * 4, *["bench"] * 2]
 
 
 def test_loads_and_shapes(serve, tmp_path):
@@ -344,7 +344,8 @@ def test_what_goes_wrong_is_said_in_a_sentence(serve, tmp_path, fail, words):
     [
         (["--concurrency", "a"], "--concurrency is 'a'; write whole numbers with commas between them."),
         (["--concurrency", "2,0"], "--concurrency is '2,0'; write whole numbers"),
-        (["--repeat", "0"], "--repeat is 0; give 1 or more."),
+        (["--repeat", "0"], "--repeat is 0; give 1 or more, or one such number for each --concurrency."),
+        (["--repeat", "1,2,3"], "--repeat is 1,2,3; give 1 or more, or one such number"),
         (["--port", "99999"], "--port is 99999; give 1 to 65535: servers take it and those after it."),
         (["--shapes", "8k"], "--shapes is '8k'; write tokens in and out, as in 1k/8k,8k/1k"),
         (["--shapes", "8k/1k", "--input-len", "2"], "--shapes has what --input-len and --output-len say"),
