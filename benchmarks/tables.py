@@ -49,7 +49,7 @@ CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
 TP4_IN_TURNS = ("serve_tp4_seeded_h200x4_0.33.0", "serve_tp4_again_h200x4_0.33.0")
-SHARE = ("serve_share_h200",)
+SHARE = ("serve_share_h200", "serve_share_in_turns_h200")  # the second without the full-width cache
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
 EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
@@ -142,7 +142,7 @@ def together(*files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def ratios(store: str, what: str) -> list[float]:
     """Of one GPU's share, by requests at once."""
-    return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values()]
+    return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values() if store in runs]
 
 
 def speedup_span(store: str, kind: str, form: str = ".2f", heads: Iterable[int] = FEW) -> str:
@@ -226,9 +226,11 @@ def choosing() -> str:
     rows: dict[str, list[str]] = {}
     for phase in ("decode", "prefill"):
         rows[f"Attention, {phase}"] = ["1", *(speedup_span(store, phase) for store in ("584", "fp8", "bf16"))]
-    own = (span(ratios(store, "output_throughput")) for store in ("dropin", "fp8"))
-    title = f"Served tokens a second, one GPU's share of TP 4, {span(served(SHARE), 'd')} requests"
-    rows[title] = ["1", *own, "not measured"]
+    own = []
+    for store in ("dropin", "fp8"):
+        counts = (count for count, runs in served(SHARE).items() if store in runs)
+        own.append(f"{span(ratios(store, 'output_throughput'))} ({span(counts, 'd')} requests)")
+    rows["Served tokens a second, one GPU's share of TP 4"] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
     rows["Tokens in 1 GiB of cache, all layers of V4-Flash"] = [tokens[0], *tokens]
