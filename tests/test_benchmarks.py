@@ -378,6 +378,7 @@ def test_calls_that_flashmla_has_are_not_counted():
         ("fp8", {}, "kv_cache", "kv_cache: is for --backend flashmla and stock"),
         ("fp8", {}, "disaggregated", "needs the package nixl"),
         ("sparse_fp8", {"model_type": "glm_moe_dsa"}, "dspark", "needs a checkpoint with drafts of dspark"),
+        ("sparse_fp8", {"model_type": "glm_moe_dsa"}, "dcp2", "needs vLLM 0.33.0"),
         ("sm80_fp8", {"model_type": "glm_moe_dsa"}, "kv_cache", "kv_cache: is for --backend flashmla_bf16"),
     ],
 )
@@ -386,6 +387,7 @@ def test_steps_that_cannot_run_here(tmp_path, monkeypatch, capsys, backend, conf
     checkpoint(tmp_path, **config)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     options = ["--model", str(tmp_path), "--out", str(tmp_path / "out.json"), "--backend", backend]
+    options += ["--gpus", str(features_e2e.STEP[step].gpus)]
     with pytest.raises(SystemExit):
         features_e2e.parse_args([*options, "--steps", f"prefix,{step}"])
     assert words in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import time
@@ -29,6 +31,7 @@ from e2e import (
     ranks_share_a_gpu,
     stand_in,
 )
+from packaging.version import Version
 
 from .comparison import allowed, difference
 
@@ -77,6 +80,7 @@ class Step:
     drafts: str | None  # of the checkpoint: "mtp" or "dspark"
     images: bool  # whether the checkpoint has to take them
     package: str | None
+    since: str | None  # a release of vLLM
 
     def lacks(self, backend: str, config: dict[str, Any]) -> str | None:
         """Why it cannot run here, with this backend on a checkpoint of this configuration; None if it can."""
@@ -94,7 +98,15 @@ class Step:
             return "needs a GPU for every rank"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}"
+        if self.since and vllm_version() < Version(self.since):
+            return f"needs vLLM {self.since}"
         return None
+
+
+def vllm_version() -> Version:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return Version(importlib.metadata.version("vllm"))
+    return Version("0")
 
 
 STEP: dict[str, Step] = {}
@@ -108,13 +120,14 @@ def step(
     drafts: str | None = None,
     images: bool = False,
     package: str | None = None,
+    since: str | None = None,
     **env: str,
 ) -> Callable:
     """Register a step that needs all that and these environment variables; its docstring is its help."""
 
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         where = backends or list(BACKENDS)
-        STEP[function.__name__] = Step(gpus, function, env, where, shared, drafts, images, package)
+        STEP[function.__name__] = Step(gpus, function, env, where, shared, drafts, images, package, since)
         return function
 
     return register

@@ -43,6 +43,12 @@ def pp2(run: Run) -> None:
     parallel(run, pipeline_parallel_size=2)
 
 
+@step(gpus=2, backends=["flashmla_fp8", "drop_in_fp8", "sparse_fp8"], since="0.33.0")
+def dcp2(run: Run) -> None:
+    """Tensor parallel 2 whose ranks divide each sequence's cache (decode context parallel)."""
+    parallel(run, tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
 @step(gpus=4)
 def tp4(run: Run) -> None:
     """Tensor parallel 4: a quarter of the heads, 16 of 64."""
