@@ -233,7 +233,7 @@ def choosing() -> str:
     rows["Served tokens a second, one GPU's share of TP 4"] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
     tokens = [str(runs[store]["kv_cache"]["tokens_per_gib"]) for store in BACKENDS]
-    rows["Tokens in 1 GiB of cache, all layers of V4-Flash"] = [tokens[0], *tokens]
+    rows["Tokens in 1 GiB of cache, vLLM's estimate at the start"] = [tokens[0], *tokens]
     runs = ("flashmla", "drop_in", "fp8", "bf16")
     kls = [tiny(kl(CURRENT, f"truth|{run}")) for run in runs]
     rows["Mean KL of decode (less is better)"] = kls
