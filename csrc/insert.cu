@@ -336,8 +336,8 @@ __global__ void __launch_bounds__(32 * kWarps) insert_kernel(const __grid_consta
   const uint32_t work = blockIdx.x * kWarps + threadIdx.y;
 #if __CUDA_ARCH__ >= 900
   if (blockIdx.x < kEarlyBlocks && work < p.num_slots) prefetch_lookups(p, work, lane);
-  // Launched while the kernel before still ran (see `launch`): its results are there from here on. The kernel after
-  // this one may do the same.
+  // Launched while the kernel before still ran (see launch_overlapping()): its results are there from here on. The kernel
+  // after this one may do the same.
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 #endif

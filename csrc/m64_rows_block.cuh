@@ -78,7 +78,7 @@ struct Call : RowParams {
   CUtensorMap q_map;
   bool is_mapped;  // else threads copy it: strides that such a tensor cannot have
   int whole, units;
-  uint32_t parts, inverse_parts;  // 2^32 over it, rounded up
+  uint32_t parts, inverse_parts;  // 2^32 over it, rounded up; of 1 part not, and then no item is divided
 
   Call(const SparseMlaRows& call, int dims, const M64Division& division)
       : RowParams(call, kHeads, 1), q_map{}, is_mapped(false), whole(division.whole), parts(division.parts) {

@@ -20,7 +20,7 @@ struct Divisor {
   }
 };
 
-// A pool of 512-wide rows; strides in bytes, rows 16-byte aligned.
+// A pool of rows; strides in bytes, rows 16-byte aligned.
 struct Pool {
   const void* rows;
   int64_t page_stride, row_stride;

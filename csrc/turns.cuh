@@ -16,7 +16,7 @@ struct Turns {
   int items, group, groups;
   bool is_sorted;
 
-  // Of a call whose keys are not divided among blocks.
+  // If keys are divided among blocks, each has one item.
   __device__ __forceinline__ Turns(const int* list, int items, int group = 0, int groups = 1)
       : list(list), items(items), group(group), groups(groups) {
     const int blocks = gridDim.x;

@@ -367,13 +367,15 @@ def test_without_lengths_and_sinks(device, provider, rows, batch, heads, columns
     case.check(provider)
 
 
-@pytest.mark.parametrize("batch, bounded", [(2, False), (3, True)])
-def test_columns_behind_the_last_row_of_a_large_call(device, fast_provider, rows, batch, bounded, monkeypatch):
-    """They are left out where the caller has no lengths; every query of a request has its own."""
+@pytest.mark.parametrize("batch, bounded, first_alone", [(2, False, False), (3, True, False), (3, True, True)])
+def test_columns_behind_the_last_row_of_a_large_call(
+    device, fast_provider, rows, batch, bounded, first_alone, monkeypatch
+):
+    """They are left out where the caller has no lengths, if only of one cache; each query has its own."""
     monkeypatch.setattr(flash_mla, "_BOUNDED_TOKENS", 6)
     extra = 9 if rows in PACKED else None
     case = Case(rows, device, batch=batch, q_len=2, columns=70, extra=extra, seed=6)
-    for pool in case.pools:
+    for pool in case.pools[:1] if first_alone else case.pools:
         pool[2] = None
     indices = case.pools[0][1]
     for token, kept in {(0, 0): [], (0, 1): [0], (1, 0): [*range(10), *range(11, 40)], (1, 1): [69]}.items():

@@ -267,13 +267,15 @@ def _attend(call: SparseAttention, out: torch.Tensor, provider: str | None) -> N
 
 
 def _bounded(pool: KeyPool) -> KeyPool:
-    """The pool with lengths: no column behind a token's last row is gone through."""
+    """The pool with a length for each token: no column behind its last row is gone
+    through. (The sm90 provider takes no other number of lengths in the other pool.)"""
     # Not at the top: slots.py imports this module, and Triton.
     from .slots import columns_in_use
 
-    if pool.lengths is not None:
-        return pool
-    return replace(pool, lengths=columns_in_use(pool.indices))
+    lengths = pool.token_lengths()
+    if lengths is None:
+        lengths = columns_in_use(pool.indices)
+    return replace(pool, lengths=lengths)
 
 
 def warm_up(device: torch.device) -> None:
