@@ -83,7 +83,8 @@ def stock(monkeypatch):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     """As in a new process."""
-    for name, value in (("_installed", False), ("_asked_for", None), ("_device", None), ("_narrow", False)):
+    for name, value in (("_installed", False), ("_asked_for", None), ("_device", None), ("_narrow", False),
+                        ("_warned", set())):  # fmt: skip
         monkeypatch.setattr(drop_in, name, value)
     monkeypatch.delenv(drop_in.VARIABLE, raising=False)
 
@@ -129,7 +130,6 @@ def log(monkeypatch):
         monkeypatch.setattr(
             drop_in.logger, level, lambda line, *args, _level=level: lines.append((_level, line % args))
         )
-    monkeypatch.setattr(drop_in.logger, "warning_once", lambda line, *args: lines.append(("once", line % args)))
     return lines
 
 
@@ -324,9 +324,9 @@ def test_what_is_not_served_goes_on_argument_for_argument(why, kind, ops, stock,
     found = getattr(ops, name)(*args, **kwargs)
     assert untouched(stock, args, kwargs)
     if why == "refused":
-        assert found == "theirs"
-        ((level, line),) = log
-        assert level == "once" and "too many rows" in line
+        assert found == getattr(ops, name)(*args, **kwargs) == "theirs"
+        ((level, line),) = log  # once, not for each of the two
+        assert level == "warning" and name in line and "too many rows" in line
 
 
 @pytest.fixture
@@ -513,8 +513,10 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
     if REASONS[why] is None:
         assert not log and drop_in._asked_for is None
     else:
-        ((level, line),) = log  # one a process
+        (level, line), *more = log  # one a process
         assert REASONS[why] in line and level == ("warning" if why in ("check", "warm-up") else "info")
+        padded = "Heads stay padded for FlashMLA: additional_config is a SimpleNamespace, not a dict."
+        assert more == ([("warning", padded)] if why == "config of another kind" else [])
     assert (drop_in._device is None) == (why != "config of another kind")
 
 

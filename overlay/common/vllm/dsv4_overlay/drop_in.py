@@ -59,6 +59,7 @@ _installed = False
 _asked_for: bool | None = None  # by the settings of the process's first model
 _device: torch.device | None = None  # on which our kernels serve
 _narrow = False  # some layer relies on fewer heads than FlashMLA takes
+_warned: set[str] = set()  # about what
 
 
 def install(namespace: dict[str, Any]) -> None:
@@ -103,7 +104,14 @@ def padded_heads(heads: int, stock: int, rows: str = "v4") -> int:
     _decide(config)
     # On another GPU of this process nothing was checked, and calls are FlashMLA's.
     elsewhere = _device is None or _device.index != torch.cuda.current_device()
-    if elsewhere or not isinstance(config, dict):
+    if elsewhere:
+        return stock
+    if not isinstance(config, dict):
+        _warn_once(
+            "heads",
+            "Heads stay padded for FlashMLA: additional_config is a %s, not a dict.",
+            type(config).__name__,
+        )
         return stock
     for width in _WIDTHS:
         if heads <= width < stock and all(
@@ -449,8 +457,21 @@ def _served(
     try:
         return function(q, attn_sink=sink, out=out, provider=_PROVIDER, **rest)
     except ValueError as error:  # it says so before it does anything
-        logger.warning_once("FlashMLA has calls that the drop-in refuses: %s", error)
+        _warn_once(
+            function.__name__,
+            "FlashMLA has the calls of %s that the drop-in refuses; the first: %s",
+            function.__name__,
+            error,
+        )
         return None
+
+
+def _warn_once(about: str, line: str, *args: object) -> None:
+    """On every rank, and without keeping an error, which has the tensors of its call;
+    vLLM's warning_once does neither."""
+    if about not in _warned:
+        _warned.add(about)
+        logger.warning(line, *args)
 
 
 def _padded(
