@@ -454,6 +454,12 @@ def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, Any] | None:
     }
 
 
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 def machine() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     try:
@@ -462,13 +468,8 @@ def machine() -> dict[str, Any]:
         found["gpus"] = done.stdout.strip().splitlines()
     except (OSError, subprocess.SubprocessError) as e:
         found["gpus"] = f"unknown: {e}"
-    versions = {}
-    for package in ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    found["versions"] = versions
+    packages = ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy")
+    found["versions"] = {package: version_of(package) for package in packages}
     spec = importlib.util.find_spec("vllm")
     if spec and spec.submodule_search_locations:
         record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from e2e import positive
 
 GOAL = re.compile(r"(ttft|tpot|e2el):[1-9]\d*")
+NUMBERS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
 SHAPE = re.compile(r"([1-9]\d*)(k?)/([1-9]\d*)(k?)")
 
 
@@ -58,10 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """Raises ValueError, with a sentence, for options that make no sense."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.concurrency):
+    if not NUMBERS.fullmatch(args.concurrency):
         raise ValueError(f"--concurrency is {args.concurrency!r}; write whole numbers with commas between them.")
     counts, repeats = args.concurrency.split(","), args.repeat.split(",")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.repeat) or len(repeats) not in (1, len(counts)):
+    if not NUMBERS.fullmatch(args.repeat) or len(repeats) not in (1, len(counts)):
         raise ValueError(f"--repeat is {args.repeat}; give 1 or more, or one such number for each --concurrency.")
     repeat_of = dict(zip(counts, repeats * (len(counts) // len(repeats)), strict=True))
     if args.shapes is None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import time
@@ -30,6 +28,7 @@ from e2e import (
     positions,
     ranks_share_a_gpu,
     stand_in,
+    version_of,
 )
 from packaging.version import Version
 
@@ -98,15 +97,9 @@ class Step:
             return "needs a GPU for every rank"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"needs the package {self.package}"
-        if self.since and vllm_version() < Version(self.since):
+        if self.since and Version(version_of("vllm") or "0") < Version(self.since):
             return f"needs vLLM {self.since}"
         return None
-
-
-def vllm_version() -> Version:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return Version(importlib.metadata.version("vllm"))
-    return Version("0")
 
 
 STEP: dict[str, Step] = {}
