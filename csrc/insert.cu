@@ -334,13 +334,11 @@ template <bool kQFp8, bool kCacheFp8, int kHeads, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarps) insert_kernel(const __grid_constant__ Params p) {
   const int lane = threadIdx.x;
   const uint32_t work = blockIdx.x * kWarps + threadIdx.y;
-#if __CUDA_ARCH__ >= 900
   if (blockIdx.x < kEarlyBlocks && work < p.num_slots) prefetch_lookups(p, work, lane);
   // Launched while the kernel before still ran (see launch_overlapping()): its results are there from here on. The kernel
   // after this one may do the same.
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-#endif
   if (work < p.num_slots) {
     insert_kv<kCacheFp8, kAligned>(p, work, lane);
   } else if (work - p.num_slots < p.q_work) {

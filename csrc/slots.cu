@@ -14,9 +14,7 @@ constexpr int kThreads = 128, kWidth = 4;
 
 template <bool ALIGNED>
 __global__ void __launch_bounds__(kThreads) slots_kernel(const __grid_constant__ Slots p) {
-#if __CUDA_ARCH__ >= 900
   wait_for_previous();
-#endif
   const int64_t token = blockIdx.x;
   const uint32_t column = (blockIdx.y * kThreads + threadIdx.x) * kWidth;
   if (column >= p.columns) return;

@@ -225,7 +225,7 @@ cudaError_t configure(int shared_bytes, int cluster) {
   return cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// How many clusters of `size` such blocks the GPU `device` holds at once, 0 if none. The driver is asked once.
+// How many clusters of `size` such blocks the GPU `device` holds at once, 0 if none or after an error. The driver answers once.
 template <auto KERNEL>
 int clusters_at_once(int threads, int shared_bytes, int size, int device) {
   constexpr int kDevices = 64, kSizes = 17;
@@ -244,8 +244,8 @@ int clusters_at_once(int threads, int shared_bytes, int size, int device) {
   config.numAttrs = 1;
   if (configure<KERNEL>(shared_bytes, size) != cudaSuccess ||
       cudaOccupancyMaxActiveClusters(&found, KERNEL, &config) != cudaSuccess) {
-    cudaGetLastError();  // forgets it: the caller then uses smaller clusters
-    found = 0;
+    cudaGetLastError();  // forgets it: this call uses smaller clusters, and the next asks again
+    return 0;
   }
   if (is_kept) answers[device][size].store(found + 1, std::memory_order_relaxed);
   return found;
@@ -271,12 +271,9 @@ cudaError_t launch_kernel(const Params& p, int blocks, int threads, int shared_b
   return cudaLaunchKernelEx(&config, KERNEL, p);
 }
 
-// Launches a kernel of any GPU. From Hopper on it may begin while the one before still runs, and waits by itself.
+// Launches a kernel that may begin while the one before still runs, and waits by itself.
 template <typename Kernel, typename Params>
 cudaError_t launch_overlapping(Kernel* kernel, const Params& p, dim3 blocks, dim3 threads, cudaStream_t stream) {
-  int device = 0, major = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -285,7 +282,7 @@ cudaError_t launch_overlapping(Kernel* kernel, const Params& p, dim3 blocks, dim
   config.blockDim = threads;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 

@@ -112,6 +112,7 @@ def hopper(monkeypatch, ops):
     """Layers are made in a worker on a Hopper GPU; returns the configuration that they see."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(sm90, "misfit", lambda capability: None)
     monkeypatch.setattr(checks, "check_flash_mla", lambda *arguments: None)
@@ -518,6 +519,19 @@ def test_layers_are_stock_where_flashmla_serves(why, hopper, monkeypatch, log):
         padded = "Heads stay padded for FlashMLA: additional_config is a SimpleNamespace, not a dict."
         assert more == ([("warning", padded)] if why == "config of another kind" else [])
     assert (drop_in._device is None) == (why != "config of another kind")
+
+
+def test_an_error_that_ends_the_use_of_the_gpu_ends_the_worker(hopper, monkeypatch, log):
+    """Nothing says that FlashMLA serves."""
+
+    def illegal_access(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(checks, "check_flash_mla", illegal_access)
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal_access)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        drop_in.padded_heads(8, 64)
+    assert not log and drop_in._asked_for is None
 
 
 def test_warm_up_compiles_what_large_calls_without_lengths_need(launches):

@@ -299,6 +299,9 @@ def _settle(on: bool) -> None:
         _kernels().warm_up(device)
     except Exception as error:  # whatever it is, FlashMLA can serve
         _refuse_if_asked_for(f"its {what} failed ({error})")
+        # Unless it is an error, as an illegal access, after which nothing runs on the
+        # GPU: that is raised here, and not by what is loaded next.
+        torch.cuda.synchronize()
         logger.warning(
             "FlashMLA has its sparse calls; the drop-in (%s) failed its %s: %s",
             native.LIBRARY,
