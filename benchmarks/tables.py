@@ -48,8 +48,9 @@ FEW = (8, 16)  # heads
 CACHES = {"fp8": "FP8", "bf16": "BF16"}  # full-width
 STOCK = {rows: rows for rows in ("584", "656", "576")}
 SERVING = ("serve_tp4_h200x4", "serve_tp4_256_h200x4")
-TP4_IN_TURNS = ("serve_tp4_seeded_h200x4_0.33.0", "serve_tp4_again_h200x4_0.33.0")
-SHARE = ("serve_share_h200", "serve_share_in_turns_h200")  # the second without the full-width cache
+TP4_IN_TURNS = ("serve_tp4_third_h200x4_0.33.0",)
+IN_TURNS = ("serve_share_in_turns_h200", "serve_share_in_turns_h200_0.33.0")  # without the full-width cache
+SHARE = ("serve_share_h200", IN_TURNS[0])
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
 EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
@@ -141,7 +142,10 @@ def together(*files: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(store: str, what: str) -> list[float]:
-    """Of one GPU's share, by requests at once."""
+    """Of one GPU's share, by requests at once; of the drop-in where both servers were measured in turns."""
+    if store == "dropin":
+        found = (runs for name in IN_TURNS for runs in served([name]).values())
+        return [median(next_to_each_other(runs[store], runs["flashmla"], what)) for runs in found]
     return [runs[store][what] / runs["flashmla"][what] for runs in served(SHARE).values() if store in runs]
 
 
@@ -228,7 +232,8 @@ def choosing() -> str:
         rows[f"Attention, {phase}"] = ["1", *(speedup_span(store, phase) for store in ("584", "fp8", "bf16"))]
     own = []
     for store in ("dropin", "fp8"):
-        counts = (count for count, runs in served(SHARE).items() if store in runs)
+        names = IN_TURNS if store == "dropin" else SHARE
+        counts = (count for count, runs in served(names).items() if store in runs)
         own.append(f"{span(ratios(store, 'output_throughput'))} ({span(counts, 'd')} requests)")
     rows["Served tokens a second, one GPU's share of TP 4"] = ["1", *own, "not measured"]
     runs = load(MODELS["V4-Flash's shape, TP 4"])["runs"]
@@ -411,6 +416,10 @@ def serving_share() -> str:
     return serving(SHARE)
 
 
+def serving_share_in_turns() -> str:
+    return serving(IN_TURNS[1:])
+
+
 def of_servers(names: Iterable[str]) -> str:
     """One file a server."""
     runs = {key.lower(): run["concurrency"] for name in names for key, run in load(name)["runs"].items()}
@@ -502,8 +511,8 @@ def steps() -> str:
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, roofline, accuracy, row_sizes,
     one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts, serving,
-    serving_tp4_drop_in, serving_share, serving_experts, serving_dspark, serving_dspark_in_turns, serving_steady,
-    serving_long, small_costs, decode_step, steps,
+    serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
+    serving_dspark_in_turns, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 
