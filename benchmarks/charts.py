@@ -104,7 +104,8 @@ def serving_bars(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str,
             continue  # measured again
         machine = f"the share of one of {share} GPUs" if share > 1 else f"tensor parallel {gpus}"
         machine += ", index scores tied" if tied else ""
-        machine += f", version {result['machine']['overlay']['overlay_version']}"
+        of = result["machine"]
+        machine += f", {of['overlay']['overlay_version']} on vLLM {of['versions']['vllm']}"
         stock = result["runs"]["FlashMLA"]["concurrency"]
         for run, found in result["runs"].items():
             for count, row in found["concurrency"].items():

@@ -53,7 +53,7 @@ without the drop-in, sparse_bf16 and sparse_fp8 are measured against flashmla_bf
 FLASHMLA_SPARSE over the same cache.
 
 The reference also runs every prompt with another beginning and the same last 8 tokens: that control must be at
-least 0.1 away, or the comparison could not see a broken cache.
+least 0.1 away, or the comparison could not see a broken cache. No single prompt of a step may be as far.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def row_of(repeats: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
     row["compiled"] = sorted({name for found in repeats for name in found["compiled"]})
     preemptions = [found["preemptions"] for found in repeats]
     row["preemptions"] = None if None in preemptions else sum(preemptions)
-    of_each = [*figures, "gpu_meanwhile", "host_meanwhile"]
+    of_each = [*figures, "compiled", "gpu_meanwhile", "host_meanwhile"]
     row["repeats"] = [{key: found[key] for key in of_each} for found in repeats]
     return row
 

@@ -38,7 +38,11 @@ Checks = Iterator[tuple[str, bool | None]]
 def of_accuracy(result: dict[str, Any]) -> Checks:
     for bar in result["bars"]:
         named = [series for word, series in RUNS.items() if word in bar["bar"]]
-        yield (named or ["full-width"])[0], bar["passed"]
+        if bar["bar"].startswith("prompt: ") and "_graph)" in bar["bar"]:
+            continue  # of results until 2026-11-28: prompts have no graphs
+        # What is FlashMLA's to every bit is what both left to the same kernels.
+        own = bar["limit"] is None or bar["measured"] is None or 1.05 * bar["measured"] != bar["limit"]
+        yield (named or ["full-width"])[0], bar["passed"] if own else None
 
 
 def of_features(result: dict[str, Any]) -> Checks:

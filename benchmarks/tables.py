@@ -61,6 +61,7 @@ MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint"
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
 V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
+WITH_SMALL = V32 | {"sparse": f"{V32['sparse']}, `small-kernels`"}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
 # Of a server, what its tables have.
@@ -332,13 +333,13 @@ def models_glm5() -> str:
     return markdown(speeds_head(runs), speeds(runs, V32_AND_FA3))
 
 
-def speeds_v32(runs: dict[str, Any], store: str) -> list[list[Any]]:
-    return speeds(runs, {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in V32.items()})
+def speeds_v32(runs: dict[str, Any], store: str, names: dict[str, str]) -> list[list[Any]]:
+    return speeds(runs, {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in names.items()})
 
 
 def models_v32() -> str:
     runs = {run: of for name in V32_RUNS for run, of in load(name)["runs"].items()}
-    return markdown(speeds_head(runs), speeds_v32(runs, "bf16") + speeds_v32(runs, "fp8"))
+    return markdown(speeds_head(runs), speeds_v32(runs, "bf16", WITH_SMALL) + speeds_v32(runs, "fp8", V32))
 
 
 def models_v32_8heads() -> str:
@@ -347,7 +348,7 @@ def models_v32_8heads() -> str:
     for store in ("bf16", "fp8"):
         files = (f"throughput_v32_8heads_{store}_{of}_h200" for of in ("stock", "small"))
         runs = {run: of for file in files for run, of in load(file)["runs"].items()}
-        tables.append(markdown(speeds_head(runs), speeds_v32(runs, store)))
+        tables.append(markdown(speeds_head(runs), speeds_v32(runs, store, WITH_SMALL)))
     return "\n".join(tables)
 
 
@@ -492,10 +493,11 @@ def decode_step() -> str:
 
 
 def steps() -> str:
-    """The largest mean KL of decode steps that each step of features_e2e.py measured."""
+    """The largest mean KL of decode steps that each step of features_e2e.py measured; FlashMLA's in the run of the
+    drop-in, if that had the step."""
     found: dict[str, dict[str, float | None]] = {}
     drop_in = [f"features_drop_in_{of}" for of in ("h200", "32heads_h200x4", "tp4_h200x4", "h200_1bcf04f")]
-    for result in map(load, ("features_h200", "features_h200x4", *drop_in)):
+    for result in map(load, (*drop_in, "features_h200", "features_h200x4")):
         for store, steps_of_store in result["steps"].items():
             for step, ran in steps_of_store.items():
                 kls = [check["measured"] for name, check in ran["checks"].items() if "decode: mean KL" in name]

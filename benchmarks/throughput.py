@@ -126,7 +126,7 @@ LEAST_DISTINCT = 0.5
 # Lines of vLLM's log that the results keep.
 REPORTS = re.compile(
     r"GPU KV cache size|Maximum concurrency|Model loading took|init engine|Graph capturing finished|"
-    r"Warm-up of the full-width|sparse_mla provider|MoE backend|Using \S+ backend|"
+    r"Warm-up of the full-width|sparse_mla provider|FlashMLA's sparse calls|MoE backend|Using \S+ backend|"
     r"JIT compilation during inference|[Pp]reempt"
 )
 

@@ -11,14 +11,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import charts  # noqa: E402
 
 
-def serving(weights, rates, compiled=(), share=4):
+def serving(weights, rates, compiled=(), share=4, release="0.9.0"):
     def row(value, count):
         return {"output_throughput": value, "mean_ttft_ms": 1000 / value, "mean_tpot_ms": 1000 / value,
                 "compiled": ["x.so"] if count in compiled else []}  # fmt: skip
 
     runs = {name: {"concurrency": {str(count): row(value, count) for count, value in of_run.items()}}
             for name, of_run in rates.items()}  # fmt: skip
-    machine = {"overlay": {"overlay_version": "1.2.3"}}
+    machine = {"overlay": {"overlay_version": "1.2.3"}, "versions": {"vllm": release}}
     return {"share_of": share, "tensor_parallel_size": 1, "weights": weights, "machine": machine, "runs": runs,
             "input_len": 8192, "output_len": 256, "speculation": None}  # fmt: skip
 
@@ -26,7 +26,7 @@ def serving(weights, rates, compiled=(), share=4):
 def test_serving_ratios():
     tied = serving("dummy", {"FlashMLA": {16: 100.0, 256: 100.0}, "FP8": {16: 110.0, 256: 190.0}}, compiled=[256])
     bars = charts.serving_bars([tied])
-    of_machine = bars["the share of one of 4 GPUs, index scores tied, version 1.2.3"]
+    of_machine = bars["the share of one of 4 GPUs, index scores tied, 1.2.3 on vLLM 0.9.0"]
     for key, *_ in charts.SERVING:
         assert of_machine[key] == {"FP8": {16: pytest.approx((1.1, 1.1, 1.1))}}  # 256 was compiled meanwhile
     again = serving("dummy, seeded index scores", {"FlashMLA": {16: 100.0}, "FP8": {16: 120.0}})
@@ -36,8 +36,9 @@ def test_serving_ratios():
     for run in again["runs"].values():  # another load, which is left out
         run["concurrency"]["steady 16"] = run["concurrency"]["16"]
     bars = charts.serving_bars([tied, again])
-    assert list(bars) == ["the share of one of 4 GPUs, version 1.2.3"]  # tied scores are out once measured again
-    of_machine = bars["the share of one of 4 GPUs, version 1.2.3"]
+    (machine,) = bars  # tied scores are out once measured again
+    assert machine == "the share of one of 4 GPUs, 1.2.3 on vLLM 0.9.0"
+    of_machine = bars[machine]
     assert list(of_machine["output_throughput"]["FP8"]) == [16]
     assert of_machine["output_throughput"]["FP8"][16] == pytest.approx((1.2, 1.08, 1.32))
     assert of_machine["mean_ttft_ms"]["FP8"][16] == pytest.approx((1.2, 1.2 / 1.1, 1.2 / 0.9))
@@ -56,6 +57,8 @@ def test_servers_in_turns_are_compared_next_to_each_other():
     again = serving("dummy", {"FlashMLA": {16: 100.0}, "DropIn": {16: 90.0}}) | {"together": 2}
     (bars,) = charts.serving_bars([result, again]).values()  # two machines
     assert bars["output_throughput"]["DropIn"][16] == pytest.approx((1.1, 0.9, 1.2))
+    newer = serving("dummy", {"FlashMLA": {16: 100.0}, "DropIn": {16: 90.0}}, release="0.10.0") | {"together": 2}
+    assert len(charts.serving_bars([result, newer])) == 2
 
 
 @pytest.mark.parametrize("other", [{"output_len": 6144}, {"input_len": 1024}, {"speculation": {"method": "mtp"}}])

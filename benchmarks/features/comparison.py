@@ -11,7 +11,8 @@ OTHER_KL, OTHER_MARGIN, CONTROL_KL = 2e-2, 1.5, 0.1
 
 
 def difference(reference: list[dict], run: list[dict]) -> dict[str, Any]:
-    """Mean KL and the like over equal contexts, of decode steps and of prompts, and where greedy tokens part."""
+    """Mean KL and the like over equal contexts, of decode steps and of prompts, the largest of one sequence, and
+    where greedy tokens part."""
     parts: dict[str, list] = {"decode": [], "prompt": []}
     diverged = []
     for i, (a, b) in enumerate(zip(reference, run, strict=True)):
@@ -28,7 +29,9 @@ def difference(reference: list[dict], run: list[dict]) -> dict[str, Any]:
         if len(a["prompt_ids"]) and len(b["prompt_ids"]):
             arrays = (x[k] for x in (a, b) for k in ("prompt_ids", "prompt_values"))
             parts["prompt"].append(compare_top(*arrays))
-    return {name: summary(found) for name, found in parts.items() if found} | {"diverged": diverged}
+    worst = {name: {"kl_worst_prompt": max(float(one["kl"].mean()) for one in found)}
+             for name, found in parts.items() if found}  # fmt: skip
+    return {name: summary(parts[name]) | of for name, of in worst.items()} | {"diverged": diverged}
 
 
 def allowed(noises: list[dict | None], other_arithmetic: bool) -> tuple[dict[str, float], float]:

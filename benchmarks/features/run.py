@@ -32,7 +32,7 @@ from e2e import (
 )
 from packaging.version import Version
 
-from .comparison import allowed, difference
+from .comparison import CONTROL_KL, allowed, difference
 
 ENTRY = Path(__file__).resolve().parents[1] / "features_e2e.py"
 Prompt = list[int] | dict[str, Any]  # tokens, or what vLLM takes for a prompt
@@ -242,6 +242,9 @@ class Run:
         for part in (part for part in kl if part in found):
             measured = found[part]["kl_mean"]
             self.check(f"{name}, {part}: mean KL <= {kl[part]:.2g}", measured <= kl[part], measured)
+            worst = found[part]["kl_worst_prompt"]  # few of all positions are its own
+            what = f"{name}, {part}: no prompt as far as another context ({CONTROL_KL})"
+            self.check(what, worst < CONTROL_KL, worst)
         worst = max((d["margin"] for d in found["diverged"]), default=0.0)
         self.check(f"{name}: margin where tokens part <= {margin:.2g}", worst <= margin, worst)
         return found

@@ -615,7 +615,7 @@ def test_other_models_need_no_triton(tree_with_series):  # noqa: F811
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
 def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capability):  # noqa: F811
     """Ours where stock vLLM has none (without FlashInfer) and ours serves; all else is as without the series."""
     served = [("v32", {}), ("glm", {"kv_cache_dtype": "fp8"})] + [("flash", {})] * NEWER
