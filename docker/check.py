@@ -7,6 +7,7 @@
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -42,7 +43,9 @@ def check_flashinfer(wanted):
 
 
 def check_native():
-    """Load the native kernels, which needs no GPU, and compare what they were built for."""
+    """Load the native kernels, if a series has any, which needs no GPU, and compare what they were built for."""
+    if importlib.util.find_spec("vllm.third_party.mla_kernels") is None:
+        return None
     import torch
     from vllm.third_party.mla_kernels import native
 

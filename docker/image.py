@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,7 +24,10 @@ from dsv4_overlay_tools.series import DEFAULT, Stack, find_series, load_series, 
 NAME = "vllm-dsv4-overlay"
 BASE = "docker.io/vllm/vllm-openai"
 # Options of a builder by which an image is another one than its tag says.
-OTHER_CONTENT = ("--build-arg", "--platform", "--target", "--file", "-f", "--build-context")
+OTHER_CONTENT = (
+    "--build-arg", "--platform", "--target", "--file", "-f", "--build-context",
+    "--from", "--env", "--arch", "--os",
+)  # fmt: skip
 # Each with a command that fails if it cannot build: a docker without its daemon or without BuildKit, for one.
 BUILDERS = {
     "docker": ["docker", "buildx", "inspect"],
@@ -65,7 +69,8 @@ def source(root: Path) -> Source:
     try:
         repo = git.Repo(root)
         # First: in another user's clone it fails with an error of git's, the others perhaps with a broken pipe.
-        dirty = bool(repo.git.status("--porcelain", "--untracked-files=normal"))
+        # Without the user's own list of files to ignore.
+        dirty = bool(repo.git(c="core.excludesFile=").status("--porcelain", "--untracked-files=normal"))
         commit = repo.head.commit
         url = repo.remotes["origin"].url if "origin" in repo.remotes else ""
     except (git.GitError, git.GitCommandNotFound, ValueError):
@@ -111,6 +116,7 @@ def tag(given: dict[str, str], revision: str, pinned: str) -> str:
     """
     name = f"{NAME}:{given['RELEASE']}-{given['VERSION']}-g{revision}" + "-blackwell" * bool(given["FLASHINFER"])
     name += given["SERIES"].replace(" ", "").replace("--series=", "_")
+    name += f"-{platform.machine()}" * (platform.machine() != "x86_64")
     digest = given["BASE_DIGEST"]
     return name if digest == pinned else f"{name}-base-{digest.partition(':')[2][:12]}"
 

@@ -36,7 +36,8 @@ def build(folder):
     python = folder / "bin" / "python"
     ways = [
         (
-            [sys.executable, "-m", "venv", str(folder)],
+            # -I: in this folder or on PYTHONPATH may be a module with the name of one that this needs.
+            [sys.executable, "-I", "-m", "venv", str(folder)],
             # -I: what is on the user's PYTHONPATH would count as installed already.
             [str(python), "-I", "-m", "pip", "install", "--quiet", "--require-hashes", "-r",
              str(REQUIREMENTS)],
@@ -50,7 +51,7 @@ def build(folder):
         ))
     # With these of the user's set, pip would install elsewhere, or not at all.
     env = {**os.environ, "PIP_USER": "0"}
-    for name in ("PIP_PREFIX", "PIP_ROOT", "PIP_TARGET"):
+    for name in ("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "PIP_TARGET"):
         env.pop(name, None)
     problem = ""
     for way in ways:
@@ -60,7 +61,8 @@ def build(folder):
             if done.returncode:
                 lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
                 errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-                problem = f"{' '.join(command[:3])} failed: {errors[-1]}; check pip's index configuration"
+                what = "making a virtual environment" if command is way[0] else "installing into it"
+                problem = f"{what} failed: {errors[-1]}; check pip's index configuration"
                 if any("ensurepip" in line for line in lines):  # Debian's says so in many lines
                     problem = f"{sys.executable} cannot make virtual environments; install python3-venv, or uv"
                 break

@@ -18,6 +18,7 @@ CACHE_DTYPES = {
     FLASHMLA: ("fp8", "fp8_ds_mla"),
 }
 FULL_CACHE_RELEASES = ("0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.33.0")  # of vLLM, with the series full-width
+NAMELESS = FULL_CACHE_RELEASES[:4]  # in which stock vLLM has no name for either backend
 SCALES = "dsv4_scales"  # in --additional-config
 MAX_CONTEXT = 1 << 20
 GPUS = 8  # in one machine
@@ -102,9 +103,15 @@ def read(folder: Path) -> Variant:
     if not isinstance(options, dict):
         raise Wrong(f"{folder / 'vllm.yaml'} has no options, which vLLM refuses; write one, such as seed: 0.")
     options = {str(name).replace("_", "-"): value for name, value in options.items()}  # vLLM takes both
-    kustomization = load(folder / "kustomization.yaml")
+    path = folder / "kustomization.yaml"
+    kustomization = load(path)
+    try:
+        components = [str(name) for name in kustomization.get("components", [])]
+        kustomization["labels"] = [{"pairs": {**label["pairs"]}} for label in kustomization.get("labels", [])]
+    except (AttributeError, KeyError, TypeError):
+        raise Wrong(f"{path} has no lists of components and labels, as one of kustomize; take h200x8's.") from None
     machines = 1
-    for component in kustomization.get("components", ()):
+    for component in components:
         group = folder / component / "group" / "leaderworkerset.yaml"
         if group.is_file():
             machines = load(group)["spec"]["leaderWorkerTemplate"]["size"]
@@ -157,12 +164,20 @@ def check_image(image: str) -> None:
 
 
 def check_release(image: str, backend: str) -> None:
-    """Raise Wrong if the tag, as docker/build.sh gives it, is of a release without this backend for Hopper."""
-    release = re.search(r":(\d+\.\d+\.\d+)-\d+\.\d+\.\d+-g[0-9a-f]+", image)
-    if backend == FULL_CACHE and release and release[1] not in FULL_CACHE_RELEASES:
-        raise Wrong(f"IMAGE is of vLLM {release[1]}, which has no full-width cache ({FULL_CACHE}); write "
+    """Raise Wrong if the tag, as docker/build.sh gives it, is of a release or of series without this backend for
+    Hopper."""
+    found = re.search(r":(\d+\.\d+\.\d+)-\d+\.\d+\.\d+-g[0-9a-f]+(?:-blackwell)?((?:_[a-z0-9-]+)*)", image)
+    if not found:
+        return
+    release, series = found[1], found[2].split("_")[1:]
+    if backend == FULL_CACHE and release not in FULL_CACHE_RELEASES:
+        raise Wrong(f"IMAGE is of vLLM {release}, which has no full-width cache ({FULL_CACHE}); write "
                     f'ATTENTION_BACKEND: "{FLASHMLA}" and KV_CACHE_DTYPE: "fp8", or take one of '
                     f"{', '.join(FULL_CACHE_RELEASES)}.")
+    # The series brings the other name too, where vLLM does not have it.
+    if (backend == FULL_CACHE or release in NAMELESS) and series and not {"default", "full-width"} & {*series}:
+        raise Wrong(f"IMAGE has the series {', '.join(series)} alone, and {backend} needs full-width; build one "
+                    "with --series default or --series full-width too.")
 
 
 def check_memory(variant: Variant, weights: int, gpu: str, size: int, gpus: int) -> None:
@@ -212,7 +227,10 @@ def check(variant: Variant) -> None:
     if gpu_memory(gpu, HOPPER):  # on Blackwell newer releases have a backend of this name
         check_release(settings["IMAGE"], backend)
     dtype = _one_of(settings, "KV_CACHE_DTYPE", CACHE_DTYPES[backend], f", which {backend} does not serve")
-    scaled = SCALES in (variant.options.get("additional-config") or {})
+    more = variant.options.get("additional-config") or {}
+    if not isinstance(more, dict):
+        raise Wrong(f"additional-config in vllm.yaml is {more!r}; write options below it, as {SCALES}: FILE.")
+    scaled = SCALES in more
     if backend == FULL_CACHE and dtype.startswith("fp8") and not scaled:
         raise Wrong(f"KV_CACHE_DTYPE is {dtype!r} without scales; calibrate and name them in vllm.yaml "
                     f"(additional-config: {{{SCALES}: FILE}}, or null for 1.0), or write bfloat16.")

@@ -51,8 +51,11 @@ def sync(folder: Path) -> None:
 def _give(place: Path | int, like: os.stat_result) -> None:
     """Give a path or an open file the owner of `like`."""
     if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-        with contextlib.suppress(PermissionError):  # only root may give files away
+        try:  # only root may give files away, and only to those that this user namespace knows
             os.chown(place, like.st_uid, like.st_gid)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EINVAL):
+                raise
 
 
 def make_folder(path: Path) -> None:

@@ -104,8 +104,15 @@ def _signals_wait() -> Iterator[Callable[[], None]]:
 
 
 def state_of(root: Path) -> str:
-    """The state of the table above. Raises Refusal: symlink-escape, record-lost for the last row."""
+    """The state of the table above. Raises Refusal: symlink-escape, file-in-the-way; record-lost, the last row."""
     resolve(root, STATE_DIR)
+    place = root / STATE_DIR
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise Refusal(
+            "file-in-the-way",
+            f"{place} is not the folder of the overlay's record; move it away.",
+            path=STATE_DIR,
+        )
     try:
         found = {f"{STATE_DIR}/{name}" for name in os.listdir(root / STATE_DIR)}
     except FileNotFoundError:
@@ -139,7 +146,7 @@ def apply(plan: Plan) -> None:
         try:
             _put_on(plan, stop)
         except (OSError, Stopped) as error:
-            with contextlib.suppress(OSError):  # the state that is left tells of it
+            with contextlib.suppress(OSError, Stopped):  # the state that is left tells of it
                 _take_off(plan.target, finished=False)
             raise _told(plan.target, error, "on") from error
 

@@ -486,6 +486,8 @@ def full_width(dtype, tag=TAG):
         (TAG, "", "write REPOSITORY:TAG with the tag that docker/build.sh gave, or REPOSITORY@sha256:"),
         (TAG, ":latest", "write REPOSITORY:TAG"),
         (*full_width("bfloat16", TAG.replace("0.22.1", "0.28.0")), "vLLM 0.28.0, which has no full-width cache"),
+        (*full_width("bfloat16", f"{TAG}_fp8-experts"), "the series fp8-experts alone, and FLASHINFER_"),
+        (TAG, f"{TAG}_drop-in", "the series drop-in alone, and FLASHMLA_SPARSE_DSV4 needs full-width; build one"),
         (TAG, "@sha256:12", "write REPOSITORY:TAG"),
         ("registry.mine.org/", "registry.mine.org//", "write REPOSITORY:TAG"),
         ('  GPU: "NVIDIA-H200"\n', "", "GPU is missing; write it below data."),
@@ -517,12 +519,20 @@ def test_wrong_settings(variant, old, new, words):
         ("KV_CACHE_DTYPE: fp8", "KV-CACHE-DTYPE in vllm.yaml would not count, for the manifests give it; remove"),
         ("additional-config: {dsv4_scales: x}", "dsv4_scales in vllm.yaml is for an FP8 cache of "),
         ("gpu-memory-utilization: 90", "gpu-memory-utilization in vllm.yaml is 90; write a number up to 1."),
+        ("additional-config: 5", "additional-config in vllm.yaml is 5; write options below it, as dsv4_scales: "),
         ("seed: 0\nseed: 1", "seed is there twice; remove one."),
     ],
 )
 def test_wrong_options(variant, new, words):
     options = (FOLDER / "h200x8/vllm.yaml").read_text()
     done = variant(options, new, "vllm.yaml")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+@pytest.mark.parametrize("new", ["", "components:\n", "labels: 1\n", "labels: [{}]\n", "[1]\n"])
+def test_a_wrong_kustomization(variant, new):
+    done = variant((FOLDER / "h200x8/kustomization.yaml").read_text(), new, "kustomization.yaml")
+    words = "kustomization.yaml has no lists of components and labels, as one of kustomize; take h200x8's."
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr
 
 
@@ -570,6 +580,8 @@ def test_other_settings(tmp_path):
     scales = {"additional-config": {"dsv4_scales": "/models/it"}}
     check.check(read(ATTENTION_BACKEND=check.FULL_CACHE)._replace(options=scales))
     check.check(read(IMAGE="team/it:0.28.0-0.3.0-gabc"))
+    check.check(read(IMAGE="team/it:0.28.0-0.3.0-gabc_drop-in"))
+    check.check(read(IMAGE="team/it:0.22.1-0.3.0-gabc_default_fp8-experts"))
     for heads, words in ((12, "does not divide the 12 attention"), (1040, "gives a GPU 130 attention heads")):
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
         with pytest.raises(check.Wrong, match=words):

@@ -254,6 +254,32 @@ def test_an_edit_while_apply_runs_is_kept(engine, target, monkeypatch, path):
     assert after == before
 
 
+def test_an_edit_while_an_apply_that_failed_is_put_back(engine, target, monkeypatch):
+    """Neither is lost, and the state says what is left to do."""
+    real, calls = os.replace, []
+    places = [target / path for path in ("vllm/config.py", "vllm/noeol.py")]
+
+    def replace(source, place):
+        if place in places and "staged" in str(source):
+            calls.append(place)
+            if len(calls) == 2:
+                fail(errno.ENOSPC)
+        if calls and source == calls[0]:  # on its way back
+            source.write_bytes(b"mine\n")
+        return real(source, place)
+
+    before = snapshot(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        status, report = engine(target)
+    assert (status, report["error"]["code"]) == (1, "half-applied") and calls[0].read_bytes() == b"mine\n"
+    path = str(calls[0].relative_to(target))
+    assert engine.refused("edited-since-apply", target, "--revert")["path"] == path
+    calls[0].write_bytes(before[path][2])
+    engine.ok(target, "--revert")
+    assert snapshot(target).keys() == before.keys()
+
+
 def test_an_edit_while_revert_runs_is_kept(engine, target, monkeypatch):
     engine.ok(target)
     before = snapshot(target)
@@ -284,7 +310,7 @@ def test_an_edit_before_the_crash_is_left_alone(engine, target, monkeypatch):
     assert snapshot(target) == {**before, "vllm/noeol.py": (*before["vllm/noeol.py"][:2], b"mine\n")}
 
 
-def test_revert_needs_no_room(engine, target, monkeypatch):
+def test_revert_writes_no_file(engine, target, monkeypatch):
     before = snapshot(target)
     engine.ok(target)
     with monkeypatch.context() as patch:

@@ -112,7 +112,8 @@ def test_a_library_built_later_needs_a_revert_first(repo, tmp_path):
     assert (target / "vllm/dsv4/libkernels.so").read_bytes() == LIBRARY
 
 
-def test_a_library_of_other_sources_is_named(engine, tmp_path):
+def test_a_library_of_other_sources_is_refused(engine, tmp_path):
+    """And named where it was applied before the sources changed."""
     place = engine.root / "overlay/common/vllm/third_party/mla_kernels/lib/libmla_kernels.so"
     place.parent.mkdir(parents=True)
     (engine.root / "csrc").mkdir()
@@ -126,7 +127,15 @@ def test_a_library_of_other_sources_is_named(engine, tmp_path):
     (engine.root / "csrc/.cache").mkdir()
     assert kernel_notes(engine.ok(target, "--check")) == []
     (engine.root / "csrc/b.cu").write_bytes(b"three")
-    for mode in (["--check"], [], [], ["--status"]):
+    before = snapshot(target)
+    for mode in (["--check"], []):
+        message = engine.refused("other-sources", target, *mode)["message"]
+        assert "was not built from csrc as it is; run scripts/build-kernels.sh, or delete the file" in message
+        assert snapshot(target) == before
+    (engine.root / "csrc/b.cu").write_bytes(b"two")
+    engine.ok(target)
+    (engine.root / "csrc/b.cu").write_bytes(b"three")
+    for mode in (["--check"], [], ["--status"]):
         (note,) = kernel_notes(engine.ok(target, *mode))
         assert "was not built from csrc as it is; run scripts/build-kernels.sh" in note
 

@@ -1,5 +1,6 @@
 """Every refusal: its code, the place it names, and that nothing changed."""
 
+import errno
 import json
 import os
 import signal
@@ -400,6 +401,33 @@ def test_what_root_adds_belongs_to_the_owner_of_the_tree(engine, tmp_path, kind)
     engine.ok(target)
     owners = {place: (place.stat().st_uid, place.stat().st_gid) for place in (target / "vllm").rglob("*")}
     assert set(owners.values()) == {(1234, 1235)}, owners
+
+
+def test_an_owner_that_the_user_namespace_does_not_know(engine, target, monkeypatch):
+    """As in a container without root: the kernel refuses with EINVAL."""
+
+    def chown(*args):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "chown", chown)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    before = snapshot(target)
+    engine.ok(target)
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_what_is_where_the_record_goes(engine, target, kind):
+    place, inside = target / "vllm/_dsv4_overlay", target / "vllm/sub"
+    if kind == "file":
+        place.write_text("mine")
+    else:
+        place.symlink_to(inside if kind == "link" else target / "vllm/nothing")
+    before = snapshot(target)
+    for mode in ([], ["--check"], ["--status"], ["--revert"]):
+        assert refused(engine, "file-in-the-way", target, *mode)["path"] == "vllm/_dsv4_overlay"
+        assert snapshot(target) == before
 
 
 @pytest.mark.parametrize("argv", [

@@ -301,8 +301,12 @@ def test_the_real_thing(tmp_path):
     info = poison / f"rich-{pinned}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rich\nVersion: {pinned}\n")
-    # ... and what tells pip to install elsewhere is not about the tools.
-    env = environment(tmp_path, PYTHONPATH=str(poison), PIP_PREFIX=str(tmp_path / "elsewhere"))
+    # ... and what tells pip to install elsewhere, or something else, is not about the tools; nor is a module of
+    # the folder that they are run in.
+    (tmp_path / "constraints.txt").write_text("rich==1.0.0\n")
+    (tmp_path / "logging.py").write_text("raise RuntimeError('imported')\n")
+    pip = {"PIP_PREFIX": str(tmp_path / "elsewhere"), "PIP_CONSTRAINT": str(tmp_path / "constraints.txt")}
+    env = environment(tmp_path, PYTHONPATH=str(poison), **pip)
 
     def run(*args, script="apply-patches.sh"):
         done = start(repo / "scripts" / script, *map(str, args), env=env, cwd=tmp_path)

@@ -8,6 +8,7 @@ from building import run
 from process import INDEXER, OPS
 
 RELEASE = "0.22.1"
+WITHOUT_DROP_IN = ("full-width", "mtp-padding")  # series, the second without a module
 KERNELS = "vllm_dsv4_overlay/third_party/mla_kernels"
 NOT_SET = f"vllm-dsv4-overlay {VERSION} is not in use, and stock vLLM runs: "
 # VLLM_PLUGINS -> whether ours is loaded, as docs/plugin.md says, the space included.
@@ -80,7 +81,7 @@ def told(trees, site, repo, tmp_path_factory):
     indexer = mended / f"{INDEXER.replace('.', '/')}.py"
     indexer.write_text(indexer.read_text() + "\n")
     requests["mended"] = {"site": str(site), "after": [OPS, INDEXER], "tree": str(mended)}
-    for version, *options in ((VERSION,), ("9.9.9",), (VERSION, "--series", "full-width")):
+    for version, *options in ((VERSION,), ("9.9.9",), *((VERSION, "--series", name) for name in WITHOUT_DROP_IN)):
         place = folder / "-".join(("patched", version, *options))
         other = shutil.copytree(repo, place / "repo")
         (other / "VERSION").write_text(version + "\n")
@@ -175,8 +176,9 @@ def test_patches_count_where_both_are(told, version):
     assert said in line and ("WARNING" if version != VERSION else "INFO") in line
 
 
-def test_other_patches_alone_are_no_drop_in(told):
-    answer, log = told[0]["patched", VERSION, "--series", "full-width"]
+@pytest.mark.parametrize("series", WITHOUT_DROP_IN)
+def test_other_patches_alone_are_no_drop_in(told, series):
+    answer, log = told[0]["patched", VERSION, "--series", series]
     assert not is_set(answer["here"])
     (line,) = lines(log, NOT_SET)
     assert f"vllm-dsv4-overlay {VERSION} is patched into this vLLM without its drop-in; " in line

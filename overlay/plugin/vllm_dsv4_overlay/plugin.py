@@ -98,7 +98,9 @@ def register() -> None:
         logger.info("%s %s is off: %s=0.", DISTRIBUTION, ours, SETTING)
         return
     package = Path(vllm.__file__).parent
-    if (package / "dsv4_overlay" / "__init__.py").is_file():
+    # A series may add no module, and a wheel built from patched sources has no record.
+    marks = ("_dsv4_overlay/record.json", "dsv4_overlay/__init__.py")
+    if any((package / mark).is_file() for mark in marks):
         leave_to_patches(package, ours)
         return
     release = vllm.__version__.partition("+")[0]
