@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of the whole measurement (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats (default: all)")
     parser.add_argument("--triton", action="store_true", help="also the Triton provider")
-    parser.add_argument("--others", action="store_true", help="also FlashInfer and FlashAttention 3")
+    parser.add_argument("--others", action="store_true", help="also FlashInfer, FlashAttention 3, Triton ports")
     parser.add_argument("--flashmla", type=Path, metavar="DIR", help="FlashMLA of a wheel's vllm/, without vLLM")
     arguments = parser.parse_args()
     if arguments.rounds < 1:

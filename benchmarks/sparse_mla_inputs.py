@@ -329,7 +329,7 @@ class Inputs:
         with_kvcache = functools.partial(flash_mla.flash_mla_with_kvcache, provider=provider)
         sparse_fwd = functools.partial(flash_mla.flash_mla_sparse_fwd, provider=provider)
         calls = with_kvcache, sparse_fwd, lambda: (None, None)
-        return self._over(rows, Stock(*calls), self.query, self.sinks, self.out)
+        return self.over(rows, Stock(*calls), self.query, self.sinks, self.out)
 
     def flashmla(self, rows: str) -> Call | None:
         """What vLLM calls for such rows; None where it needs a gather that is not there, or has no such rows.
@@ -341,9 +341,9 @@ class Inputs:
             return None
         arguments = self.stock, self.padded, self.padded_sinks, self.padded_out
         if rows in ("576", "512") or (rows == "656" and (self.kind == "decode" or self.heads < 32)):
-            return self._over(rows, *arguments)
+            return self.over(rows, *arguments)
         if self.kind == "decode":
-            return self._over("584", *arguments)
+            return self.over("584", *arguments)
         if rows in ("e4m3", "bf16") or (rows == "584" and self.rows.gathered is None):
             return self._sparse_fwd(self.pools.bf16.view(-1, 1, 512), self.rows, *arguments)
         gather = {"584": self._gather_584, "656": self._gather_656}[rows]
@@ -355,7 +355,7 @@ class Inputs:
         attend = self._sparse_fwd(space[:, None], self.rows.gathered, *arguments)
         return lambda i: (prepare(i), attend(i))
 
-    def _over(
+    def over(
         self, rows: str, module: Stock, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> Call:
         """Of FlashMLA's two calls the one that reads these rows in place."""

@@ -1,8 +1,14 @@
-"""Who else reads such rows on Hopper (sparse_mla.py --others): FlashInfer's SM90 MLA, vLLM's FlashAttention 3.
+"""Who else reads such rows on Hopper (sparse_mla.py --others): FlashInfer's SM90 MLA, vLLM's FlashAttention 3, and
+kernels in Triton, which run on other GPUs too.
 
-Both read rows as pages of one, so that the indices of a token are its page table, as vLLM 0.33.0 calls them
-(`FLASHINFER_MLA_SPARSE_SM90`, `FLASH_ATTN_MLA_SPARSE`). Neither has sinks, so of V4's rows they compute a little
-less. FlashInfer plans on the host, which is not in its time.
+The first two read rows as pages of one, so that the indices of a token are its page table, as vLLM 0.33.0 calls
+them (`FLASHINFER_MLA_SPARSE_SM90`, `FLASH_ATTN_MLA_SPARSE`). Neither has sinks, so of V4's rows they compute a
+little less. FlashInfer plans on the host, which is not in its time.
+
+Those in Triton are of V3.2's rows: vLLM's own, of its backend for XPUs, and two ports that are not in vLLM. Of
+vllm-project/vllm#38476 `triton_sparse_mla_kernel.py` is taken from PYTHONPATH; of #54929 (as in
+CosmicRaisins/glm-5.2-gb10) `sm12x_sparse_mla_attn.py`, beside which `sparse_mla_kernels.py` and
+`sparse_mla_env.py` have to be in vLLM's folder `v1/attention/backends/mla`.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import inspect
 from collections.abc import Callable
 
 import torch
-from sparse_mla_inputs import VALUE_DIM, Call, Inputs
+from sparse_mla_inputs import VALUE_DIM, Call, Inputs, Stock
 
 
 def flashinfer(case: Inputs, rows: str) -> Call | None:
@@ -57,7 +63,46 @@ def flash_attention_3(case: Inputs, rows: str) -> Call | None:
     )  # fmt: skip
 
 
-OTHERS: dict[str, Callable[[Inputs, str], Call | None]] = {"flashinfer": flashinfer, "fa3": flash_attention_3}
+def over_576(case: Inputs, attend: Callable[..., torch.Tensor]) -> Call:
+    """A kernel of queries, rows, indices and the scale; missing rows are -1."""
+    indices, lens = case.rows.packed(), case.rows.lens
+    column = torch.arange(indices.shape[-1], device=lens.device)
+    indices = indices.masked_fill(column >= lens[:, None], -1)[:, :, None]
+    keys = case.pools.rows_576.view(-1, 1, 576)
+    return lambda i: attend(case.query, keys, indices[i], case.scale)
+
+
+def triton_of_vllm(case: Inputs, rows: str) -> Call | None:
+    if rows != "576":
+        return None
+    from vllm.v1.attention.ops.xpu_mla_sparse import triton_bf16_mla_sparse_interface
+
+    return over_576(case, lambda *call: triton_bf16_mla_sparse_interface(*call)[0])
+
+
+def triton_38476(case: Inputs, rows: str) -> Call | None:
+    if rows != "576":
+        return None
+    from triton_sparse_mla_kernel import triton_sparse_mla_attention
+
+    return over_576(case, triton_sparse_mla_attention)
+
+
+def triton_54929(case: Inputs, rows: str) -> Call | None:
+    """It has FlashMLA's two calls."""
+    if rows not in ("576", "656"):
+        return None
+    from sm12x_sparse_mla_attn import flash_mla_sparse_fwd_triton, flash_mla_with_kvcache_triton
+
+    calls = Stock(flash_mla_with_kvcache_triton, flash_mla_sparse_fwd_triton, lambda: (None, None))
+    call = case.over(rows, calls, case.query, None, case.out)
+    return lambda i: (call(i), case.out)[1]
+
+
+OTHERS: dict[str, Callable[[Inputs, str], Call | None]] = {
+    "flashinfer": flashinfer, "fa3": flash_attention_3, "xpu": triton_of_vllm, "pr38476": triton_38476,
+    "pr54929": triton_54929,
+}  # fmt: skip
 _missing: set[str] = set()
 
 

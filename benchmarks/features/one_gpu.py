@@ -157,6 +157,13 @@ def speculation(run: Run, drafts: int, **settings: Any) -> None:
     run.check("no block in use at the end", run.blocks_in_use() == 0, run.blocks_in_use())
 
 
+@step(backends=["flashmla_bf16", "sparse_bf16", "flashmla_fp8", "sparse_fp8"])
+def workspace(run: Run) -> None:
+    """MLA_KERNELS_SPARSE with prefills in chunks of gathered BF16 rows, instead of over rows in place."""
+    run.start(additional_config={"sparse_mla_prefill": "workspace"})
+    run.compare("output", run.reference(), run.generate(run.prompts, prompt_logprobs=True))
+
+
 @step(drafts="mtp")
 def mtp1(run: Run) -> None:
     """Speculation with one draft token of the MTP layer, on full graphs."""

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import sparse_mla as bench  # noqa: E402
 import sparse_mla_inputs as inputs  # noqa: E402
-from sparse_mla_inputs import Stock  # noqa: E402
+from sparse_mla_inputs import Stock, flash_mla  # noqa: E402
 
 PAGE = inputs.PAGE
 
@@ -207,13 +207,28 @@ def flash_attn_varlen_func(
     return torch.stack([attend(*of_token, softmax_scale, None) for of_token in zip(query, rows, strict=True)])
 
 
+def portable(q, kv, indices, sm_scale):
+    """A kernel in Triton: a row that is missing is -1, and there are no lengths."""
+    assert kv.shape[1:] == (1, 576) and indices.shape[1] == 1 and q.dtype == torch.bfloat16
+    return torch.stack([attend(query, kv[own[own >= 0].long(), 0], sm_scale, None)
+                        for query, own in zip(q, indices[:, 0], strict=True)])  # fmt: skip
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_others_have_times_where_they_serve(few, monkeypatch, capsys, old):
     monkeypatch.setattr(bench, "HEADS", (8,))
     phases = {name: inputs.PHASES[name] for name in ("mixed", "prefill")}
     monkeypatch.setattr(bench, "PHASES", phases)
-    monkeypatch.setattr(bench, "in_turns", lambda *calls: [20.0, 10.0, 40.0, 50.0][: len(calls)])
+    monkeypatch.setattr(bench, "in_turns", lambda *calls: [20.0, 10.0, 40.0, 50.0, 60.0, 70.0, 80.0][: len(calls)])
     monkeypatch.setattr("sparse_mla_others._missing", set())
+    ours = flash_mla.flash_mla_with_kvcache, flash_mla.flash_mla_sparse_fwd
+    port = dict(zip(("flash_mla_with_kvcache_triton", "flash_mla_sparse_fwd_triton"), ours, strict=True))
+    ports = {"sm12x_sparse_mla_attn": port, "triton_sparse_mla_kernel": {"triton_sparse_mla_attention": portable},
+             "vllm.v1.attention.ops.xpu_mla_sparse": {
+                 "triton_bf16_mla_sparse_interface": lambda *call: (portable(*call), None, None)}}  # fmt: skip
+    for name, content in ports.items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__dict__.update(content)
     wrapper = type("Old", (Wrapper,), {"run": lambda self, q_nope: None}) if old else Wrapper
     for name, content in (("flashinfer.mla", {"BatchMLAPagedAttentionWrapper": wrapper}),
                           ("vllm.vllm_flash_attn.flash_attn_interface", {
@@ -223,11 +238,12 @@ def test_others_have_times_where_they_serve(few, monkeypatch, capsys, old):
         monkeypatch.setitem(sys.modules, name.rpartition(".")[0], types.ModuleType(name.rpartition(".")[0]))
         monkeypatch.setitem(sys.modules, name, module)
     found = {(row["rows"], row["phase"]): {key for key in row if key.endswith("_us")} - {"flashmla_us"}
-             for row in a_round(stand_in(), ["e4m3", "bf16", "584", "576"], others=True)}  # fmt: skip
+             for row in a_round(stand_in(), ["e4m3", "bf16", "584", "576", "656"], others=True)}  # fmt: skip
     fi = set() if old else {"flashinfer_us"}
     assert found == {
         ("e4m3", "mixed"): fi, ("bf16", "mixed"): fi, ("584", "mixed"): set(), ("e4m3", "prefill"): fi,
-        ("bf16", "prefill"): fi, ("584", "prefill"): set(), ("576", "prefill"): {*fi, "fa3_us"},
+        ("bf16", "prefill"): fi, ("584", "prefill"): set(), ("656", "prefill"): {"pr54929_us"},
+        ("576", "prefill"): {*fi, "fa3_us", "xpu_us", "pr38476_us", "pr54929_us"},
     }  # fmt: skip
     words = "flashinfer is left out: ImportError: FlashInfer is older than 0.6.18"
     assert capsys.readouterr().out.count(words) == old
