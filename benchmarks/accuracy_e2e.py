@@ -14,6 +14,8 @@ the most likely token, for decode steps (the token after the prefill included) a
 
 Runs:
     truth, truth_fp8          float32 torch reference on the bfloat16 / fp8_per_tensor cache, eager
+    truth_rows                the same on the fp8_ds_mla cache, for models and releases without the others: how far
+                              kernels are from exact attention over the same rows (not in the default list)
     flashmla                  vLLM's own backend and kernels: the fp8_ds_mla cache, eager
     drop_in                   the same backend and cache by our kernels, where they serve
     bf16, fp8                 FLASHINFER_MLA_SPARSE_DSV4 on the bfloat16 / fp8_per_tensor cache
@@ -104,14 +106,17 @@ from e2e import (
     summary,
     tail,
 )
+from features.run import is_v41
 
 BACKEND = "FLASHINFER_MLA_SPARSE_DSV4"
 # Without torch.compile, so that a difference from the eager run is the graphs' own.
 GRAPHS_ONLY = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 REFERENCE_ENV = {"VLLM_DSV4_PROVIDER": "reference"}
-COUNTING = "features.drop_in_calls.DropInCalls"  # a worker that counts the calls that our kernels serve
+# Workers that count the calls that our kernels, or the reference, serve.
+COUNTING, REFERENCE = "features.drop_in_calls.DropInCalls", "reference_attention.ReferenceAttention"
 RUNS: dict[str, dict[str, Any]] = {
     "truth": {"backend": BACKEND, "kv": "bfloat16", "env": REFERENCE_ENV},
+    "truth_rows": {"backend": None, "kv": "fp8", "env": DROP_IN, "worker": REFERENCE, "served_by": "reference"},
     "flashmla": {
         "backend": None, "kv": "fp8", "env": STOCK_KERNELS, "worker": COUNTING, "served_by": "flashmla",
     },
@@ -142,7 +147,7 @@ EXPERTS = {
     "humming_fp8": experts_run("humming", {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}),
     "fp8_experts": experts_run("marlin", additional_config={"dsv4_fp8_experts": 1}),
 }
-DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r]
+DEFAULT_RUNS = [r for r in RUNS if "calibrated" not in r and r != "truth_rows"]
 RUNS |= EXPERTS
 
 
@@ -152,7 +157,7 @@ def sparse_mla_run(name: str, served_by: str) -> dict[str, Any]:
         "backend": SPARSE_MLA[name]["attention_backend"],
         "kv": SPARSE_MLA[name]["kv_cache_dtype"],
         "env": SPARSE_MLA_ENVIRONMENT[name],
-        "worker": "reference_attention.ReferenceAttention" if served_by == "reference" else COUNTING,
+        "worker": REFERENCE if served_by == "reference" else COUNTING,
         "served_by": served_by,
         "block_size": 64,
         "own_prefill": True,
@@ -183,6 +188,8 @@ PAIRS = [
     ("truth", "fp8"),
     ("truth", "fp8_calibrated"),
     ("truth", "truth_fp8"),
+    ("truth_rows", "flashmla"),
+    ("truth_rows", "drop_in"),
     ("truth_fp8", "fp8"),
     ("flashmla", "flashmla_graph"),
     ("bf16", "bf16_graph"),
@@ -194,6 +201,7 @@ PAIRS = [
     *(("truth", name) for name in EXPERTS),
     *(("marlin", name) for name in EXPERTS if name != "marlin"),
 ]
+TRUTHS = ("truth", "truth_rows")  # a continuation is of the first of these that runs
 SPARSE_MLA_PAIRS = [
     *(("truth", name) for name in SPARSE_MLA_DEFAULT_RUNS if name != "truth"),
     *(("truth_fp8", name) for name in ("flashmla_fp8", "sparse_fp8", "drop_in_fp8")),
@@ -210,8 +218,9 @@ PROMPT_TOP = 64
 def check_served(served_by: str, calls: list[dict[str, int]]) -> None:
     """Raises RuntimeError unless each worker's `calls`, by function, are those of a run served by that."""
     for of_a_worker in calls:
-        ours, reference = sum(of_a_worker.values()), of_a_worker.get("reference", 0)
-        found = "reference" if reference else "ours" if ours else "flashmla"
+        reference = of_a_worker.get("reference", 0)
+        ours = sum(of_a_worker.values()) - reference
+        found = "reference" if reference >= ours > 0 else "ours" if ours else "flashmla"
         if found != served_by:
             raise RuntimeError(f"attention was served by {found}, not by {served_by}: {calls}")
 
@@ -225,7 +234,6 @@ def child(job: dict[str, Any]) -> None:
         model=job["model"],
         skip_tokenizer_init=True,
         tensor_parallel_size=job["tp"],
-        block_size=spec.get("block_size", 256),
         kv_cache_dtype=spec["kv"],
         enforce_eager="compilation" not in spec,
         max_model_len=16384,
@@ -240,6 +248,10 @@ def child(job: dict[str, Any]) -> None:
         logprobs_mode="raw_logprobs",
         logits_processors=["e2e:ForcedTokens"],
     )
+    if job["v41"]:  # its blocks are vLLM's choice
+        kwargs["language_model_only"] = True
+    else:
+        kwargs["block_size"] = spec.get("block_size", 256)
     kwargs |= spec.get("options", {})
     if spec["backend"]:
         kwargs["attention_backend"] = spec["backend"]
@@ -500,6 +512,10 @@ def bars(comparisons: dict[str, Any], sparse_mla: bool = False) -> list[dict[str
 
         kl = value("truth|drop_in", part, "kl_mean")
         add(f"{part}: KL(truth|drop_in) <= 1.05 KL(truth|flashmla)", kl, limit(1.05), False, stock)
+        if rows_of := value("truth_rows|flashmla", part, "kl_mean"):
+            kl = value("truth_rows|drop_in", part, "kl_mean")
+            what = f"{part}: KL(truth_rows|drop_in) <= 1.05 KL(truth_rows|flashmla)"
+            add(what, kl, 1.05 * rows_of, False, rows_of)
         add(f"{part}: bf16 top-1", value("truth|bf16", part, "top1"), 0.995, True)
         kl = value("truth|bf16", part, "kl_mean")
         add(f"{part}: KL(truth|bf16) <= KL(truth|flashmla)/10", kl, limit(0.1), False)
@@ -591,12 +607,13 @@ def main(argv: list[str] | None = None) -> int:
             forced = saved["tokens"]
             log(f"continuation of run {saved['run']} from {chosen}")
     runs = list(args.runs)
-    if forced is None and "truth" in runs:
-        runs.remove("truth")
-        runs.insert(0, "truth")
+    first = next((name for name in runs if name in TRUTHS), TRUTHS[0])
+    if forced is None and first in runs:
+        runs.remove(first)
+        runs.insert(0, first)
     elif forced is None:
-        log("no continuation yet: running truth first")
-        runs.insert(0, "truth")
+        log(f"no continuation yet: running {first} first")
+        runs.insert(0, first)
 
     def key(name: str) -> str:
         spec = specs[name]
@@ -626,6 +643,7 @@ def main(argv: list[str] | None = None) -> int:
             "steps": args.steps,
             "batch": args.batch,
             "tp": args.tp,
+            "v41": is_v41(config),
             "scales": str(scales),
             "out": str(out),
             # The run that chooses the continuation is filed under the one it chose.
@@ -665,6 +683,7 @@ def main(argv: list[str] | None = None) -> int:
             record[name].update({k: v for k, v in meta.items() if k not in ("tokens", "key")})
         comparisons = {f"{a}|{b}": compared(a, b) for a, b in pairs if {a, b} <= there}
         rows = bars(comparisons, sparse_mla)
+        truth = next((name for name in TRUTHS if name in there), None)
         results = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join([sys.executable, *sys.argv]),
@@ -677,7 +696,7 @@ def main(argv: list[str] | None = None) -> int:
             "continuation_run": json.loads(chosen.read_text())["run"] if forced else None,
             "machine": where,
             "runs": dict(record),
-            "reference_distributions": describe(arrays("truth"), args.lengths) if "truth" in there else {},
+            "reference_distributions": describe(arrays(truth), args.lengths) if truth else {},
             "notes": {
                 "kl": "nats, over the full vocabulary, reference against run",
                 "logprob_diff_max": f"over tokens with a reference probability above {MIN_PROB}",

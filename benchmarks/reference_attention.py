@@ -1,19 +1,29 @@
-"""Has MLA_KERNELS_SPARSE served by the float32 reference, and counts: a `worker_extension_cls` of vLLM's."""
+"""Has MLA_KERNELS_SPARSE, or the drop-in, served by the float32 reference, and counts: a `worker_extension_cls` of
+vLLM's."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable
 
 from features.drop_in_calls import DropInCalls, calls
 from vllm.third_party.mla_kernels import flash_mla
 
-
-def pick(device: Any) -> str:
-    calls["reference"] += 1
-    return "reference"
+load = flash_mla._load_provider
 
 
-flash_mla.pick_provider = pick  # asked at each call that names no provider
+def counted(name: str) -> Callable:
+    calls["reference"] += name == "reference"
+    return load(name)
+
+
+flash_mla._load_provider = counted
+flash_mla.pick_provider = lambda device: "reference"  # asked at each call that names no provider
+with contextlib.suppress(ImportError):  # of the series drop-in
+    from vllm.dsv4_overlay import drop_in
+
+    drop_in._PROVIDER = "reference"
+    flash_mla.serves = lambda *call: True  # for any heads and tokens
 
 
 class ReferenceAttention(DropInCalls):

@@ -511,19 +511,25 @@ def test_compilation_is_watched_without_vllms_warm_up(tmp_path, monkeypatch, war
     assert called == asked
 
 
-def test_the_reference_serves_and_is_counted(monkeypatch):
-    flash_mla = SimpleNamespace(pick_provider=lambda device: "sm90")
-    kernels = SimpleNamespace(flash_mla=flash_mla)
-    for name in ("vllm", "vllm.third_party"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.third_party.mla_kernels", kernels)
+@pytest.mark.parametrize("drop_in", [None, SimpleNamespace(_PROVIDER="sm90")])
+def test_the_reference_serves_and_is_counted(monkeypatch, drop_in):
+    """MLA_KERNELS_SPARSE, which names no provider, and the drop-in, which does, where that is applied."""
+    flash_mla = SimpleNamespace(
+        pick_provider=lambda device: "sm90", _load_provider=lambda name: name, serves=lambda *call: False
+    )
+    modules = {"vllm": {}, "vllm.third_party": {}, "vllm.third_party.mla_kernels": {"flash_mla": flash_mla}}
+    if drop_in:
+        modules["vllm.dsv4_overlay"] = {"drop_in": drop_in}
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     monkeypatch.delitem(sys.modules, "reference_attention", raising=False)
     from reference_attention import ReferenceAttention
 
     monkeypatch.delitem(sys.modules, "reference_attention")
     before = ReferenceAttention().drop_in_calls().get("reference", 0)
-    assert flash_mla.pick_provider("cuda:0") == "reference"
+    assert flash_mla._load_provider(flash_mla.pick_provider("cuda:0")) == "reference"
     assert ReferenceAttention().drop_in_calls()["reference"] == before + 1
+    assert flash_mla.serves("v4", 64) is bool(drop_in) and (not drop_in or drop_in._PROVIDER == "reference")
 
 
 @pytest.mark.parametrize(
@@ -552,7 +558,7 @@ def test_nodes_of_one_gpu_start_before_cuda_is_asked(monkeypatch):
     monkeypatch.setattr(accuracy_e2e, "start_nodes", lambda arguments: (seen.append(arguments), ({}, []))[1])
     monkeypatch.setattr(accuracy_e2e, "import_flashinfer", stop)
     job = {"spec": accuracy_e2e.RUNS["drop_in"], "vocab": 8, "prompts": [[1]], "forced": None, "steps": 1,
-           "model": "/m", "tp": 2, "batch": 64}  # fmt: skip
+           "model": "/m", "tp": 2, "batch": 64, "v41": False}  # fmt: skip
     with pytest.raises(RuntimeError, match="enough"):
         accuracy_e2e.child(job)
     assert [arguments["tensor_parallel_size"] for arguments in seen] == [2]
