@@ -248,7 +248,7 @@ def child(job: dict[str, Any]) -> None:
         logprobs_mode="raw_logprobs",
         logits_processors=["e2e:ForcedTokens"],
     )
-    if job["v41"]:  # its blocks are vLLM's choice
+    if job.get("v41"):  # its blocks are vLLM's choice
         kwargs["language_model_only"] = True
     else:
         kwargs["block_size"] = spec.get("block_size", 256)

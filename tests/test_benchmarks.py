@@ -558,7 +558,7 @@ def test_nodes_of_one_gpu_start_before_cuda_is_asked(monkeypatch):
     monkeypatch.setattr(accuracy_e2e, "start_nodes", lambda arguments: (seen.append(arguments), ({}, []))[1])
     monkeypatch.setattr(accuracy_e2e, "import_flashinfer", stop)
     job = {"spec": accuracy_e2e.RUNS["drop_in"], "vocab": 8, "prompts": [[1]], "forced": None, "steps": 1,
-           "model": "/m", "tp": 2, "batch": 64, "v41": False}  # fmt: skip
+           "model": "/m", "tp": 2, "batch": 64}  # fmt: skip
     with pytest.raises(RuntimeError, match="enough"):
         accuracy_e2e.child(job)
     assert [arguments["tensor_parallel_size"] for arguments in seen] == [2]
