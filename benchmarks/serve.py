@@ -101,6 +101,7 @@ RUNNING = "server"  # the run of --base-url
 SHARES = (1, 2, 4, 8)
 ACCEPTANCE = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.74}
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+SERVED = re.compile(r"\] (.*FlashMLA(?:'s| has its) sparse calls.*)")  # the drop-in's line, of each worker
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\S* (\S+)", re.MULTILINE)
 
 
@@ -223,10 +224,12 @@ class Server(Running):
         stop(f"the server ended with {self.process.returncode}; the end of {self.log} says why.")
 
     def facts(self) -> dict[str, Any]:
-        found = CAPACITY.findall(self.log.read_text(errors="replace"))
+        log = self.log.read_text(errors="replace")
+        found = CAPACITY.findall(log)
         tokens = int(found[-1].replace(",", "")) if found else 0
         start = {"seconds": round(self.seconds, 1), "compiled": self.costs}
-        return {"kv_cache_tokens": tokens, "start": start, "command": self.command}
+        served = sorted(set(SERVED.findall(log)))
+        return {"kv_cache_tokens": tokens, "sparse_calls": served, "start": start, "command": self.command}
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &

@@ -59,6 +59,8 @@ if arguments[0] == "serve":
             pass
     compile("early_kernel"), time.sleep(0.2), compile("other_kernel")
     print("INFO GPU KV cache size: 1,234,567 tokens", flush=True)
+    for rank in range(2):
+        print(f"(TP{{rank}}) INFO 1-2 [drop_in.py:3] The drop-in (x) has FlashMLA's sparse calls.", flush=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(value("--port"))), Server)
     timer = threading.Timer(60, server.shutdown)  # whatever happens to the test
     timer.daemon = True
@@ -155,6 +157,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     result = json.loads((tmp_path / "serve.json").read_text())
     assert list(result["runs"]) == ["FlashMLA", "DropIn", "BF16", "FP8"]
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
+    assert result["runs"]["BF16"]["sparse_calls"] == ["The drop-in (x) has FlashMLA's sparse calls."]
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
     begin, first = (result["runs"]["BF16"][title]["compiled"]["Triton"] for title in ("start", "first_requests"))
