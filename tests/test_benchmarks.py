@@ -514,22 +514,20 @@ def test_compilation_is_watched_without_vllms_warm_up(tmp_path, monkeypatch, war
 @pytest.mark.parametrize("drop_in", [None, SimpleNamespace(_PROVIDER="sm90")])
 def test_the_reference_serves_and_is_counted(monkeypatch, drop_in):
     """MLA_KERNELS_SPARSE, which names no provider, and the drop-in, which does, where that is applied."""
-    flash_mla = SimpleNamespace(
-        pick_provider=lambda device: "sm90", _load_provider=lambda name: name, serves=lambda *call: False
-    )
+    flash_mla = SimpleNamespace(pick_provider=lambda device: "sm90", serves=lambda *call: False)
     modules = {"vllm": {}, "vllm.third_party": {}, "vllm.third_party.mla_kernels": {"flash_mla": flash_mla}}
-    if drop_in:
-        modules["vllm.dsv4_overlay"] = {"drop_in": drop_in}
     for name, content in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    overlay = SimpleNamespace(drop_in=drop_in) if drop_in else None  # None: it cannot be imported
+    monkeypatch.setitem(sys.modules, "vllm.dsv4_overlay", overlay)
     monkeypatch.delitem(sys.modules, "reference_attention", raising=False)
     from reference_attention import ReferenceAttention
 
     monkeypatch.delitem(sys.modules, "reference_attention")
     before = ReferenceAttention().drop_in_calls().get("reference", 0)
-    assert flash_mla._load_provider(flash_mla.pick_provider("cuda:0")) == "reference"
+    assert flash_mla.pick_provider("cuda:0") == "reference"
     assert ReferenceAttention().drop_in_calls()["reference"] == before + 1
-    assert flash_mla.serves("v4", 64) is bool(drop_in) and (not drop_in or drop_in._PROVIDER == "reference")
+    assert flash_mla.serves("v4", 64) is bool(drop_in) and (not drop_in or drop_in._PROVIDER is None)
 
 
 @pytest.mark.parametrize(

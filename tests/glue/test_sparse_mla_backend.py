@@ -378,7 +378,10 @@ def test_what_benchmarks_count(cache_dtype, width, monkeypatch):
     for module in (flash_mla, sparse_mla_attention):
         for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
             monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
-    monkeypatch.setattr(flash_mla, "pick_provider", flash_mla.pick_provider)
+    from vllm.dsv4_overlay import drop_in
+
+    for module, name in ((flash_mla, "pick_provider"), (flash_mla, "serves"), (drop_in, "_PROVIDER")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     for name in ("features.drop_in_calls", "reference_attention"):
         monkeypatch.delitem(sys.modules, name, raising=False)
