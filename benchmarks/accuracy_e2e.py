@@ -608,11 +608,11 @@ def main(argv: list[str] | None = None) -> int:
             log(f"continuation of run {saved['run']} from {chosen}")
     runs = list(args.runs)
     first = next((name for name in runs if name in TRUTHS), TRUTHS[0])
-    if forced is None and first in runs:
-        runs.remove(first)
-        runs.insert(0, first)
-    elif forced is None:
-        log(f"no continuation yet: running {first} first")
+    if forced is None:
+        if first in runs:
+            runs.remove(first)
+        else:
+            log(f"no continuation yet: running {first} first")
         runs.insert(0, first)
 
     def key(name: str) -> str:

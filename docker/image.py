@@ -115,8 +115,8 @@ def tag(given: dict[str, str], revision: str, pinned: str) -> str:
     `pinned` is the digest that release.toml has for the base: another one becomes part of the tag.
     """
     name = f"{NAME}:{given['RELEASE']}-{given['VERSION']}-g{revision}" + "-blackwell" * bool(given["FLASHINFER"])
-    name += given["SERIES"].replace(" ", "").replace("--series=", "_")
     name += f"-{platform.machine()}" * (platform.machine() != "x86_64")
+    name += given["SERIES"].replace(" ", "").replace("--series=", "_")
     digest = given["BASE_DIGEST"]
     return name if digest == pinned else f"{name}-base-{digest.partition(':')[2][:12]}"
 

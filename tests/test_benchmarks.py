@@ -329,9 +329,11 @@ def test_a_step_says_who_served(backend, calls, passed, tmp_path):
         (True, 0, 1, []),
         (False, 0, 1, ["control: mean KL >= 0.1"]),
         (True, 0.2, 1, ["output, decode: mean KL <= 0.001"]),
+        (True, 0.5, 1, ["output, decode: mean KL <= 0.001",
+                        "output, decode: no prompt as far as another context (0.1)"]),
         (True, 0, 0, ["our kernels served the prefills of pictures"]),
     ],
-)
+)  # fmt: skip
 def test_pictures_with_the_drop_in_against_flashmla(tmp_path, monkeypatch, seen, off, served, failed):
     """It fails if pictures do not show, if the drop-in's output is another, or if FlashMLA had the prefills."""
     pytest.importorskip("PIL")

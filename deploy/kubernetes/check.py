@@ -166,10 +166,10 @@ def check_image(image: str) -> None:
 def check_release(image: str, backend: str) -> None:
     """Raise Wrong if the tag, as docker/build.sh gives it, is of a release or of series without this backend for
     Hopper."""
-    found = re.search(r":(\d+\.\d+\.\d+)-\d+\.\d+\.\d+-g[0-9a-f]+(?:-blackwell)?((?:_[a-z0-9-]+)*)", image)
+    found = re.search(r":(\d+\.\d+\.\d+)-\d+\.\d+\.\d+-g[0-9a-f]+", image)
     if not found:
         return
-    release, series = found[1], found[2].split("_")[1:]
+    release, series = found[1], re.findall(r"_([a-z0-9-]+?)(?=_|-base-|@|$)", image[found.end() :])
     if backend == FULL_CACHE and release not in FULL_CACHE_RELEASES:
         raise Wrong(f"IMAGE is of vLLM {release}, which has no full-width cache ({FULL_CACHE}); write "
                     f'ATTENTION_BACKEND: "{FLASHMLA}" and KV_CACHE_DTYPE: "fp8", or take one of '

@@ -273,18 +273,19 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         raise
     _check_relied_on(report, target, series)
     paths = {change.path for change in plan.changes}
-    if mode != "status" and LIBRARY in paths and _is_of_other_sources(root):
+    notes = [] if mode == "status" else _of_kernels(root, paths)
+    if notes and LIBRARY in paths:
         raise Refusal(
             "other-sources",
-            f"{_library(root)} was not built from csrc as it is; run scripts/build-kernels.sh, or delete the file "
-            "to apply without native kernels.",
+            f"{root / 'overlay/common' / LIBRARY} was not built from csrc as it is; run scripts/build-kernels.sh, "
+            "or delete the file to apply without native kernels.",
             path=LIBRARY,
         )
     if mode == "check":
         check_writable(plan.places)
     data["state"] = "clean"
     if mode != "status":
-        data["notes"] += plan.notes + _of_kernels(root, paths)
+        data["notes"] += plan.notes + notes
     verbs = {
         "apply": {},
         "check": {"patched": "would-patch", "added": "would-add", "updated": "would-update"},
@@ -315,20 +316,15 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
     if LIBRARY not in paths:
         return ["the native kernels are missing, so Triton's (full-width) or FlashMLA's (drop-in) run instead, on "
                 "Hopper mostly slower; run scripts/build-kernels.sh, then --revert and apply again"]  # fmt: skip
-    if not _library(root).is_file() or not _is_of_other_sources(root):  # what was applied may not be at hand
+    library = root / "overlay/common" / LIBRARY
+    if not library.is_file():  # what was applied is not at hand
         return []
-    return [f"{_library(root)} was not built from csrc as it is; run scripts/build-kernels.sh, then --revert and "
-            "apply again"]  # fmt: skip
-
-
-def _library(root: Path) -> Path:
-    return root / "overlay/common" / LIBRARY
-
-
-def _is_of_other_sources(root: Path) -> bool:
-    built = re.search(rb'"sources": "([0-9a-f]{64})"', _library(root).read_bytes())
+    built = re.search(rb'"sources": "([0-9a-f]{64})"', library.read_bytes())
     sources = b"".join(file.read_bytes() for file in sorted((root / "csrc").glob("[!.]*")))  # as build-kernels.sh
-    return not built or built[1].decode() != sha256(sources)
+    if built and built[1].decode() == sha256(sources):
+        return []
+    return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, then --revert and apply "
+            "again"]  # fmt: skip
 
 
 def _refuse_remains(root: Path, target: Target) -> None:

@@ -487,6 +487,7 @@ def full_width(dtype, tag=TAG):
         (TAG, ":latest", "write REPOSITORY:TAG"),
         (*full_width("bfloat16", TAG.replace("0.22.1", "0.28.0")), "vLLM 0.28.0, which has no full-width cache"),
         (*full_width("bfloat16", f"{TAG}_fp8-experts"), "the series fp8-experts alone, and FLASHINFER_"),
+        (TAG, f"{TAG}_drop-in-base-0123456789ab", "the series drop-in alone, and FLASHMLA_SPARSE_DSV4 needs"),
         (TAG, f"{TAG}_drop-in", "the series drop-in alone, and FLASHMLA_SPARSE_DSV4 needs full-width; build one"),
         (TAG, "@sha256:12", "write REPOSITORY:TAG"),
         ("registry.mine.org/", "registry.mine.org//", "write REPOSITORY:TAG"),
@@ -581,7 +582,8 @@ def test_other_settings(tmp_path):
     check.check(read(ATTENTION_BACKEND=check.FULL_CACHE)._replace(options=scales))
     check.check(read(IMAGE="team/it:0.28.0-0.3.0-gabc"))
     check.check(read(IMAGE="team/it:0.28.0-0.3.0-gabc_drop-in"))
-    check.check(read(IMAGE="team/it:0.22.1-0.3.0-gabc_default_fp8-experts"))
+    for rest in "_default_fp8-experts", "_full-width-base-0123456789ab", "-aarch64_default", "-base-0123456789ab":
+        check.check(read(IMAGE=f"team/it:0.22.1-0.3.0-gabc{rest}"))
     for heads, words in ((12, "does not divide the 12 attention"), (1040, "gives a GPU 130 attention heads")):
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
         with pytest.raises(check.Wrong, match=words):
