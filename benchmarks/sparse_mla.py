@@ -31,7 +31,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,14 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def cases(formats: list[str], pools: inputs.Pools, stock: inputs.Stock) -> Iterator[tuple[str, inputs.Inputs]]:
+def cases(
+    formats: list[str], counts: Iterable[int], pools: inputs.Pools, stock: inputs.Stock
+) -> Iterator[tuple[str, inputs.Inputs]]:
     """Rows, and a call over them; formats of one model share queries and indices."""
     for name, phase in PHASES.items():
         for tokens, model in itertools.product(phase.tokens, phase.models):
             drawn: dict[int, inputs.Rows] = {}
-            for heads in HEADS if (wanted := [rows for rows in formats if FORMATS[rows].model == model]) else ():
+            for heads in counts if (wanted := [rows for rows in formats if FORMATS[rows].model == model]) else ():
                 top_k = inputs.top_k(model, heads)
                 if top_k not in drawn:
                     drawn = {top_k: phase.rows(model, tokens, top_k)}
@@ -72,6 +74,7 @@ def cases(formats: list[str], pools: inputs.Pools, stock: inputs.Stock) -> Itera
 
 def measure(
     formats: list[str],
+    counts: Iterable[int],
     providers: list[str],
     pools: inputs.Pools,
     stock: inputs.Stock,
@@ -81,7 +84,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One round: what a measurement is of, and its figures. The first provider's time is `us`."""
     torch.manual_seed(repeat)
-    for rows, case in cases(formats, pools, stock):
+    for rows, case in cases(formats, counts, pools, stock):
         began = time.monotonic()
         if (flashmla := case.flashmla(rows)) is None:
             continue
@@ -148,6 +151,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON with every figure")
     parser.add_argument("--rounds", type=int, default=3, help="of the whole measurement (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", choices=FORMATS, default=list(FORMATS), help="formats (default: all)")
+    parser.add_argument("--heads", nargs="+", type=int, choices=HEADS, default=HEADS, help="heads (default: all)")
     parser.add_argument("--triton", action="store_true", help="also the Triton provider")
     parser.add_argument("--others", action="store_true", help="also FlashInfer, FlashAttention 3, Triton ports")
     parser.add_argument("--flashmla", type=Path, metavar="DIR", help="FlashMLA of a wheel's vllm/, without vLLM")
@@ -170,8 +174,8 @@ def main() -> int:
     with Watch() as watch:
         for repeat in range(arguments.rounds):
             began = time.monotonic()
-            made = measure(arguments.rows, providers, pools, stock, watch, repeat, arguments.others)
-            rounds.append(list(made))
+            what = (arguments.rows, arguments.heads, providers)
+            rounds.append(list(measure(*what, pools, stock, watch, repeat, arguments.others)))
             results = merged(rounds, measured)
             report = {
                 **provenance(),

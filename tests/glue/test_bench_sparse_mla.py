@@ -146,7 +146,7 @@ def few(monkeypatch):
 
 def a_round(stock, formats=tuple(inputs.FORMATS), providers=("reference",), others=False):
     with bench.Watch() as watch:
-        return list(bench.measure(formats, providers, inputs.Pools(), stock, watch, 0, others))
+        return list(bench.measure(formats, bench.HEADS, providers, inputs.Pools(), stock, watch, 0, others))
 
 
 def test_a_round(few):
