@@ -216,6 +216,20 @@ def others() -> str:
     return markdown(["heads on each GPU", *heads], cells)
 
 
+def portable() -> str:
+    """FlashMLA's time over that of ours and of each kernel in Triton."""
+    kernels = {"us": "native", "triton_us": "Triton", "xpu_us": "vLLM's"}
+    kernels |= {f"pr{number}_us": f"#{number}" for number in (38476, 54929)}
+    cells = []
+    for row in sorted(load("portable_rows_h200")["results"], key=lambda row: (row["rows"], row["heads"])):
+        named = {"decode": "decode", "prompt": "prefill"}.get(row["phase"])
+        if named and row["heads"] != 16:
+            call = f"{row['rows']}, {row['heads']} heads, {named} of {row['tokens']}"
+            ratios = (f"{row['flashmla_us'] / row[key]:.2f}" if key in row else "" for key in kernels)
+            cells.append([call, f"{row['flashmla_us']:.0f}", *ratios])
+    return markdown(["", "FlashMLA, µs", *kernels.values()], cells)
+
+
 def h100() -> str:
     calls = [*(("decode", tokens) for tokens in (1, 16, 128, 512)), ("prompt", 4096)]
     return attention(calls, (CACHES | STOCK).items(), "h100")
@@ -511,9 +525,9 @@ def steps() -> str:
 
 
 FIGURES = {figure.__name__: figure for figure in (
-    headline, by_heads, more_heads, choosing, attention, stock_rows, others, h100, roofline, accuracy, row_sizes,
-    one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts, serving,
-    serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
+    headline, by_heads, more_heads, choosing, attention, stock_rows, others, portable, h100, roofline, accuracy,
+    row_sizes, one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts,
+    serving, serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
     serving_dspark_in_turns, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
