@@ -436,9 +436,10 @@ def start(name: str, command: list[str], spec: dict[str, Any], args: argparse.Na
 
 def compare(ref: Any, run: Any, lengths: list[int]) -> dict[str, Any]:
     decode = [compare_full(ref[f"decode_{i}"], run[f"decode_{i}"]) for i in range(len(lengths))]
-    full, coarse, by_length = [], [], {}
+    full, coarse, by_prompt = [], [], []
     for i, n in enumerate(lengths):
         entry: dict[str, Any] = {
+            "length": n,
             "first_token": summary([{k: v[:1] for k, v in decode[i].items()}]),
             "decode": summary([{k: v[1:] for k, v in decode[i].items()}]),
         }
@@ -449,12 +450,12 @@ def compare(ref: Any, run: Any, lengths: list[int]) -> dict[str, Any]:
             names = (f"prompt_ids_{i}", f"prompt_top_{i}")
             coarse.append(compare_top(*(x[k] for x in (ref, run) for k in names)))
             entry["prompt_coarse"] = summary(coarse[-1:])
-        by_length[str(n)] = entry
+        by_prompt.append(entry)
     return {
         "decode": summary(decode),
         "prompt": summary(full),
         "prompt_coarse": summary(coarse),
-        "by_prompt_length": by_length,
+        "by_prompt": by_prompt,
     }
 
 
