@@ -216,6 +216,9 @@ def test_models_that_vllm_serves_by_the_same_name(monkeypatch, architecture):
     assert f"serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
     on_gpu(monkeypatch, DeviceCapability(10, 0))
     assert verify(copy.deepcopy(asked)) == asked and not config.full_width_fp8(asked)
+    asked.additional_config = {"dsv4_scales": "a-file"}
+    assert "dsv4_scales in --additional-config serves DeepSeek V4 only" in refusal(asked)
+    asked.additional_config = {}
     asked.cache_config.cache_dtype = "fp8_per_tensor"  # which is not vLLM's
     assert f"fp8_per_tensor serves DeepSeek V4 only, and this model is {architecture};" in refusal(asked)
 

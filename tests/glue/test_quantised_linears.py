@@ -35,7 +35,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     modelopt_nvfp4,
 )
 from mini_checkpoint.writer import write_names  # noqa: E402
-from vllm.dsv4_overlay import quantised_linears, weight_formats  # noqa: E402
+from vllm.dsv4_overlay import quantised_linears, scales, weight_formats  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
@@ -339,12 +339,33 @@ def test_what_vllm_cannot_know_is_decided_here(name):
     assert quantised_linears._needed(config, None) is (name == "fp8")
 
 
-def test_names_of_a_checkpoint_in_one_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(quantised_linears, "logger", SimpleNamespace(warning_once=lambda *said: None))
+@pytest.fixture
+def said(monkeypatch):
+    """What was warned of."""
+    said = []
+    logger = SimpleNamespace(warning_once=lambda *words: said.append(words))
+    monkeypatch.setattr(quantised_linears, "logger", logger)
+    return said
+
+
+def test_names_of_a_checkpoint_in_one_file(tmp_path, said):
+    read = quantised_linears._read.__wrapped__
     save_file({"norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert quantised_linears._read(str(tmp_path), None).files == {"norm.weight": "model.safetensors"}
+    assert read(str(tmp_path), None, None).files == {"norm.weight": "model.safetensors"} and not said
     (tmp_path / "model.safetensors.index.json").write_text("{")  # cut off: vLLM's loader is to say so
-    assert quantised_linears._read.__wrapped__(str(tmp_path), None) is None
+    assert read(str(tmp_path), None, None) is None and len(said) == 1
+
+
+def test_names_of_a_checkpoint_where_vllm_keeps_its_downloads(tmp_path, monkeypatch, said):
+    """With --download-dir and without a hub the usual cache has no index."""
+    index = tmp_path / "index.json"
+    index.write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
+    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
+    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    read = quantised_linears._read.__wrapped__
+    assert read("organisation/model", None, "downloads").files == {"norm.weight": "model-1.safetensors"}
+    assert not said
+    assert read("organisation/model", None, None) is None and "no index" in said[0]
 
 
 @pytest.mark.parametrize("needed", [False, True])

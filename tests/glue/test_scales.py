@@ -365,7 +365,8 @@ def test_dspark_takes_no_scales(file, monkeypatch):
     on_gpu(monkeypatch, DeviceCapability(10, 0))
     config = asked(file)
     config.speculative_config.method = "dspark"
-    assert "is not for DSpark, whose layers have no scales;" in refusal(config)
+    text = refusal(config)
+    assert "is not for DSpark, whose layers have no scales; omit --speculative-config, or dsv4_scales." in text
 
 
 def test_scales_of_a_larger_model_are_refused(file):

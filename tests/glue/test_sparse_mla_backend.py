@@ -109,12 +109,16 @@ CACHES = pytest.mark.parametrize(
 
 def settings(prefill):
     """Of a server; the workspace holds 200 rows."""
+    attention, longest = SimpleNamespace(), 40  # five times as many
+    if NEWER:
+        attention.sparse_mla_prefill_workspace_factor, longest = 4, 50
     return SimpleNamespace(
+        attention_config=attention,
         speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128, max_num_seqs=16),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         model_config=SimpleNamespace(
-            max_model_len=40, hf_text_config=SimpleNamespace(index_n_heads=32, index_head_dim=128)
+            max_model_len=longest, hf_text_config=SimpleNamespace(index_n_heads=32, index_head_dim=128)
         ),
         additional_config={"sparse_mla_prefill": prefill},
     )

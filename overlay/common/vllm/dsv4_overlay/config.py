@@ -146,6 +146,10 @@ def verify_and_update_config(vllm_config: "VllmConfig") -> None:
                 and cache_dtype == "bfloat16"
                 and not itself,
             ),
+            (
+                f"{OPTION} in --additional-config",
+                scales_file(vllm_config) is not None,
+            ),
         ):
             if serves_only_v4:
                 raise ValueError(

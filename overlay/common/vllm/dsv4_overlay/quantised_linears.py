@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.dsv4_overlay.scales import checkpoint_index
 from vllm.dsv4_overlay.weight_formats import dequantise, nvfp4_shard_scales
 from vllm.logger import init_logger
 
@@ -51,7 +52,6 @@ _STACKED = (
     (re.compile(r"\.attn\.(wq_a|wkv)\."), ".attn.fused_wqa_wkv."),
     (re.compile(r"\.compressor\.(wkv|wgate)\."), ".compressor.fused_wkv_wgate."),
 )
-_INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LINEAR = re.compile(
     r"\.(w[123]|wq_a|wq_b|wkv|wgate|wo_a|wo_b|weights_proj|e_proj|h_proj)$"
@@ -120,7 +120,7 @@ def adapt(vllm_config: "VllmConfig") -> None:
     model, load = vllm_config.model_config, vllm_config.load_config
     checkpoint = None
     if load.load_format != "dummy" or Path(model.model).is_dir():
-        checkpoint = _read(model.model, model.revision)
+        checkpoint = _read(model.model, model.revision, load.download_dir)
     if not _needed(quant_config, checkpoint):
         return
     speculative = vllm_config.speculative_config
@@ -311,27 +311,30 @@ def check_names_later(model: torch.nn.Module, vllm_config: "VllmConfig") -> None
 
 
 @functools.cache
-def _read(model: str, revision: str | None) -> Checkpoint | None:
+def _read(
+    model: str, revision: str | None, download_dir: str | None
+) -> Checkpoint | None:
     """None where the names of the tensors cannot be had before the weights are."""
     from safetensors import safe_open
-    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    folder = Path(model)
+    files, problem = {}, "no index"
     try:
-        index = get_hf_file_to_dict(_INDEX, model, revision)
+        index = checkpoint_index(model, revision, download_dir)
         files = (index or {}).get("weight_map", {})
-        if not files and (single := folder / "model.safetensors").is_file():
+        if not files and (single := Path(model) / "model.safetensors").is_file():
             with safe_open(single, "pt") as file:
                 files = dict.fromkeys(file.keys(), single.name)
     except (OSError, json.JSONDecodeError) as error:
+        problem = str(error)
+    if not files:
         logger.warning_once(
             "The names of %s's tensors cannot be read (%s); its quantization_config "
             "alone says which layers are quantised.",
             model,
-            error,
+            problem,
         )
         return None
-    return Checkpoint.of_files(files) if files else None
+    return Checkpoint.of_files(files)
 
 
 def _needed(quant_config: "QuantizationConfig", checkpoint: Checkpoint | None) -> bool:

@@ -93,9 +93,10 @@ def check_scales(vllm_config: "VllmConfig") -> None:
     )
     layers = config.num_hidden_layers
     if scales.values and speculative and speculative.method == "dspark":
+        other = OPTION if scales_file(vllm_config) else "use --kv-cache-dtype bfloat16"
         raise ValueError(
             f"{scales.source} is not for DSpark, whose layers have no scales; omit "
-            "one of the two."
+            f"--speculative-config, or {other}."
         )
     draft = speculative and speculative.draft_model_config
     # Not so with n-grams, whose draft is the model.
@@ -207,15 +208,10 @@ def _from_checkpoint(
 ) -> Scales:
     folder, source = Path(model), f"checkpoint {model}"
     download = functools.partial(_download, model, revision, download_dir)
-    index = None
-    if not envs.VLLM_USE_MODELSCOPE:
-        try:
-            index = get_hf_file_to_dict(_INDEX, model, revision)
-        except json.JSONDecodeError as error:  # as of a download that was cut short
-            raise ValueError(f"{_INDEX} of {model} cannot be read ({error}).") from None
-    if index is None and (folder.is_dir() or download_dir or envs.VLLM_USE_MODELSCOPE):
-        with contextlib.suppress(OSError, ValueError):
-            index = json.loads(Path(download(_INDEX)).read_text())
+    try:
+        index = checkpoint_index(model, revision, download_dir)
+    except json.JSONDecodeError as error:  # as of a download that was cut short
+        raise ValueError(f"{_INDEX} of {model} cannot be read ({error}).") from None
     if index is None and not folder.is_dir():
         raise ValueError(
             f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; "
@@ -239,6 +235,25 @@ def _from_checkpoint(
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"Scales of {source} cannot be read ({error}).") from None
+
+
+def checkpoint_index(
+    model: str, revision: str | None, download_dir: str | None
+) -> dict | None:
+    """What the checkpoint's index has, which says where each tensor is; None where it
+    has none, or it cannot be had.
+
+    Raises:
+        json.JSONDecodeError: it is cut off.
+    """
+    index = None
+    if not envs.VLLM_USE_MODELSCOPE:
+        index = get_hf_file_to_dict(_INDEX, model, revision)
+    if index is None and (download_dir or envs.VLLM_USE_MODELSCOPE):
+        with contextlib.suppress(OSError, ValueError):
+            path = _download(model, revision, download_dir, _INDEX)
+            index = json.loads(Path(path).read_text())
+    return index
 
 
 def _download(

@@ -33,9 +33,8 @@ class SparseMLABackendMixin:
 
     Every token of a batch, decode or prefill, is one call over the rows in place, with
     as many heads as the GPU has: no padding to 64, and none of FLASHMLA_SPARSE's
-    workspace of 5 * max_model_len BF16 rows (900 MiB at 163840). PREFILL brings that
-    back, to compare with. On 0.33.0 and Hopper short prompts have vLLM's dense
-    attention instead.
+    workspace of BF16 rows. PREFILL brings that back, to compare with. On 0.33.0 and
+    Hopper short prompts have vLLM's dense attention instead.
 
     With the drop-in FLASHMLA_SPARSE has the same kernels on Hopper, in the calls where
     they are at least as fast. So vLLM's own backends come first, this one's series is
@@ -195,5 +194,9 @@ def _prefill(config: VllmConfig) -> object:
 def workspace_rows(config: VllmConfig) -> int:
     """Rows of the workspace for prefills, FLASHMLA_SPARSE's; 0 if they are read in
     place."""
-    separate = _prefill(config) == "workspace"
-    return 5 * config.model_config.max_model_len if separate else 0
+    if _prefill(config) != "workspace":
+        return 0
+    # On 0.33.0 a setting, and smaller by itself for long contexts.
+    attention = config.attention_config
+    factor = getattr(attention, "sparse_mla_prefill_workspace_factor", None) or 5
+    return factor * config.model_config.max_model_len
