@@ -143,12 +143,13 @@ def test_lengths_that_do_not_lie_side_by_side(device, provider, how):
     table = torch.tensor([[4, 2], [0, 8], [3, 5]], dtype=torch.int32)[:batch].to(device)
     q, weights = query(gen, 3, 64, 128, FP8)
     given = q.view(batch, q_len, 64, 128).to(device), cache.to(device), weights.to(device)
-    wide = torch.tensor([[70, 1], [128, 2], [9, 3]], dtype=torch.int32, device=device)
+    wide = torch.tensor([[70, 1], [128, 2], [-9, 3]], dtype=torch.int32, device=device)
     lengths = wide[:, 0] if how == "a column" else wide[:1, :1].expand(1, 3)
-    have = indexer.paged_indexer_scores(*given, lengths, table, 128, provider=provider)
-    want = indexer.paged_indexer_scores(*given, lengths.clone(memory_format=torch.contiguous_format), table, 128,
-                                        provider="reference")  # fmt: skip
-    close(have, want.cpu().double())
+    want = torch.full((3, 128), -INF, dtype=torch.float64)
+    for token, length in enumerate(lengths.flatten().clamp(min=0).tolist()):
+        request = keys[table[token // q_len].long().cpu()].flatten(0, 1)[:length]
+        want[token, :length] = definition(q[token : token + 1], request, weights[token : token + 1])[0]
+    close(indexer.paged_indexer_scores(*given, lengths, table, 128, provider=provider), want)
 
 
 @pytest.mark.parametrize("hardware", [True, False])

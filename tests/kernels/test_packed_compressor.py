@@ -70,7 +70,6 @@ class Case:
         arguments = {name: tensor.to(self.device) for name, tensor in arguments.items()}
         return arguments | {
             "state_cache": self.states,
-            "state_block_size": self.block,
             "kv_cache": self.kv_cache,
             "rms_norm_eps": EPS,
             "compress_ratio": self.ratio,
@@ -231,10 +230,13 @@ def test_padding_of_different_lengths(kind, device):
         arguments = case.arguments([(0, ratio - 1, ratio), (1, ratio - 1, ratio)])
         arguments[name] = arguments[name][:1]
         save_compress_store(**arguments)
-    stored = case.kv_slots[1][-1]
-    block, row = divmod(int(stored), case.rows)
-    start = block * case.kv_stride + row * {512: 576, 128: 128}[case.head_dim]
-    assert (case.storage[start : start + 64] == SENTINEL).all()
+    block, row = divmod(int(case.kv_slots[0][-1]), case.rows)
+    values = {512: 576, 128: 128}[case.head_dim]
+    scales = case.row_bytes - values
+    start = block * case.kv_stride
+    case.storage[start + row * values :][:values] = SENTINEL  # what was stored for the other request
+    case.storage[start + case.rows * values + row * scales :][:scales] = SENTINEL
+    assert (case.storage == SENTINEL).all()
     block, row = divmod(ratio - 1, case.block)
     assert torch.equal(case.states[int(case.table[1, block]), row].cpu(), case.saved(1, ratio - 1))
 
@@ -291,6 +293,8 @@ BAD_ARGUMENTS = {
     "ape rows": ("ape", lambda ape: ape[:2], "ape must be"),
     "ape rows apart": ("ape", lambda ape: ape.repeat(1, 2)[:, : ape.shape[1]], "ape must be contiguous"),
     "cache dims": ("kv_cache", lambda cache: cache[0], "kv_cache must be"),
+    "cache blocks at odd bytes": ("kv_cache", lambda cache: torch.zeros(2**20, dtype=torch.uint8).as_strided(
+        cache.shape, (cache.stride(0) + 1, *cache.stride()[1:])), "kv_cache must be"),
     "cache rows apart": ("kv_cache", lambda cache: cache.repeat(1, 2, 1)[:, ::2], "kv_cache must be"),
     "cos_sin width": ("cos_sin_cache", lambda cache: cache[:, :32], "cos_sin_cache must be"),
     **{

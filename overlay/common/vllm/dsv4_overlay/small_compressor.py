@@ -40,7 +40,6 @@ def save_and_compress(
         ape=compressor.ape,
         positions=positions,
         state_cache=compressor.state_cache.kv_cache,
-        state_block_size=state.block_size,
         slot_mapping=state.slot_mapping,
         token_to_req_indices=state.token_to_req_indices,
         block_table=state.block_table,

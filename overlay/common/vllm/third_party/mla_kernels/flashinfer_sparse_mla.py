@@ -263,5 +263,6 @@ def _zero_padding(
     token = tl.program_id(0).to(tl.int64)
     if tl.load(visible_ptr + token) <= 0:
         row_ptr = out_ptr + token * token_stride + tl.arange(0, HEAD_DIM)
-        for head in range(heads):
-            tl.store(row_ptr + head * head_stride, tl.zeros([HEAD_DIM], tl.bfloat16))
+        for _ in range(heads):  # which may lie far apart
+            tl.store(row_ptr, tl.zeros([HEAD_DIM], tl.bfloat16))
+            row_ptr += head_stride

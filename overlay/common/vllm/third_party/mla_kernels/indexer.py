@@ -150,7 +150,11 @@ def paged_indexer_scores(
             f"context_lens must be int32 [{batch}, {q_len}], got "
             f"{context_lens.dtype} {list(context_lens.shape)}."
         )
-    if block_table.dtype != torch.int32 or len(block_table) < batch:
+    if (
+        block_table.dtype != torch.int32
+        or block_table.dim() != 2
+        or len(block_table) < batch
+    ):
         raise ValueError(
             f"block_table must be int32 of {batch} rows or more, got "
             f"{block_table.dtype} {list(block_table.shape)}."
@@ -239,7 +243,7 @@ def indexer_topk(
         if starts is not None:
             raise ValueError("the provider sm90 takes no starts.")
         topk_sm90(scores, ends, out)
-    elif _provider(provider, scores) == "reference":
+    elif _provider(provider, scores, "sm90") == "reference":
         from .indexer_reference import topk_reference
 
         topk_reference(scores, starts, ends, k, out)
@@ -260,10 +264,11 @@ def indexer_topk(
     return out
 
 
-def _provider(name: str | None, x: torch.Tensor) -> str:
+def _provider(name: str | None, x: torch.Tensor, *more: str) -> str:
     name = name or ("triton" if x.device.type == "cuda" else "reference")
-    if name not in ("reference", "triton"):
-        raise ValueError(f"the indexer has no provider {name!r}; reference, triton.")
+    names = ("reference", "triton", *more)
+    if name not in names:
+        raise ValueError(f"the indexer has no provider {name!r}; {', '.join(names)}.")
     return name
 
 

@@ -78,7 +78,7 @@ def paged_scores_reference(
     blocks, page, _ = cache.shape
     out.fill_(float("-inf"))
     for token, query in enumerate(q.flatten(0, 1)):
-        length = min(int(context_lens[token]), out.shape[1])
+        length = max(0, min(int(context_lens[token]), out.shape[1]))
         position = torch.arange(length, device=q.device)
         position = position[position // page < block_table.shape[1]]
         number = block_table[token // q_len, position // page].long()

@@ -371,7 +371,6 @@ def save_compress_store(
     ape: torch.Tensor,
     positions: torch.Tensor,
     state_cache: torch.Tensor,
-    state_block_size: int,
     slot_mapping: torch.Tensor,
     token_to_req_indices: torch.Tensor,
     block_table: torch.Tensor,
@@ -399,14 +398,14 @@ def save_compress_store(
         positions: [tokens or more] int32 or int64.
         slot_mapping: [tokens] int32 or int64.
         state_cache: [blocks, rows, 2 * width] fp32. Blocks may lie any distance apart.
-        state_block_size: rows a block, as slots count.
         token_to_req_indices: int32 or int64, a token's row of `block_table`. Where it
             is shorter than `slot_mapping`, or `kv_slot_mapping` is, the rest stores no
             rows.
         block_table: [requests, blocks] int32, the state blocks of a request.
         cos_sin_cache: [max_position, 64] fp32, 32 cosines, then 32 sines.
         kv_cache: [blocks, rows, 584 or 132] uint8. A block holds the values of all its
-            rows and behind them their scales; blocks may lie any distance apart.
+            rows and behind them their scales; blocks may lie any distance apart that is
+            a multiple of 4 bytes.
         kv_slot_mapping: int32 or int64, in rows of `kv_cache`.
         rms_norm_weight: [head_dim] bf16 or fp32; head_dim is 512, or 128 of the
             indexer.
@@ -434,8 +433,8 @@ def save_compress_store(
             or tensor.stride(-1) != 1
         ):
             raise ValueError(
-                f"{name} must be {list(shape)} fp32, got {list(tensor.shape)} "
-                f"{tensor.dtype}."
+                f"{name} must be {list(shape)} fp32 with contiguous rows, got "
+                f"{list(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}."
             )
     if not ape.is_contiguous():
         raise ValueError(f"ape must be contiguous, its strides are {ape.stride()}.")
@@ -443,11 +442,16 @@ def save_compress_store(
         kv_cache.dtype != torch.uint8
         or kv_cache.dim() != 3
         or kv_cache.shape[2] != _ROW_BYTES[head_dim]
-        or not kv_cache[0].is_contiguous()
     ):
         raise ValueError(
             f"kv_cache must be [blocks, rows, {_ROW_BYTES[head_dim]}] uint8, got "
             f"{list(kv_cache.shape)} {kv_cache.dtype}."
+        )
+    in_one_piece = kv_cache.stride()[1:] == (_ROW_BYTES[head_dim], 1)
+    if not in_one_piece or kv_cache.stride(0) % 4 or kv_cache.data_ptr() % 4:
+        raise ValueError(
+            "a block of kv_cache must be in one piece and start at a multiple of 4 "
+            f"bytes, strides are {kv_cache.stride()}."
         )
     check_norm_weight(rms_norm_weight, head_dim)
     check_block_table(block_table)
@@ -502,7 +506,7 @@ def save_compress_store(
             rms_norm_eps,
             HEAD_DIM=head_dim,
             RATIO=compress_ratio,
-            STATE_BLOCK_SIZE=state_block_size,
+            STATE_BLOCK_SIZE=state_cache.shape[1],
             KV_BLOCK_SIZE=kv_cache.shape[1],
             **_OPTIONS[head_dim, compress_ratio],
         )

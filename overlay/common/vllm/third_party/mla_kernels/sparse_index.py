@@ -87,8 +87,8 @@ def build_sparse_index_table(
 
     Raises:
         ValueError: elements of a vector, or of a row of a table, do not lie together;
-            `topk_indices` or the compressed table are narrower than `compressed_width`
-            asks for. One sentence.
+            with `compressed_width` there is no compressed table, or `topk_indices` is
+            narrower. One sentence.
     """
     for name, tensor in (
         ("token_to_request", token_to_request),
