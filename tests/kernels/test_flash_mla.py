@@ -608,6 +608,24 @@ def test_a_nan_in_a_row_that_counts_is_seen(device, provider, rows, batch, heads
     assert not out[others.to(out.device)].isnan().any()
 
 
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_first_and_last_scale_of_v4(device, name):
+    """UE8M0's byte 0 is 2^-127, which is no normal float32, and 255 is NaN. vLLM writes neither."""
+    skip_unless_served(name)
+    case = Case("584", device, batch=2, columns=1, sinks=False, seed=14)
+    cache, indices, lengths = case.pools[0]
+    lengths[:] = 1
+    indices[:, 0, 0] = torch.tensor([3, 12])  # of the first and the second block of 8
+    cache.storage[0, 8 * 576 + 3 * 8 :][:7] = 0
+    cache.storage[1, 8 * 576 + 4 * 8 :][:7] = 255
+    values = cache.storage[0, 3 * 576 :][:448].view(E4M3).double() * 2.0**-127
+    normal = values.abs() >= 2.0**-126  # in BF16
+    out = case.run(name)[0].cpu().double()
+    assert out[1].isnan().all() and normal.any()
+    want = values[normal].expand(8, -1)
+    torch.testing.assert_close(out[0, 0, :, :448][:, normal], want, rtol=2**-8, atol=0)
+
+
 @pytest.mark.parametrize("batch, heads", [(3, 8), *ON_GPU])
 def test_same_bits_every_time(device, fast_provider, rows, batch, heads):
     case = Case(rows, device, batch=batch, heads=heads, columns=500, seed=14)
