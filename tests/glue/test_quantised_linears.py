@@ -35,7 +35,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     modelopt_nvfp4,
 )
 from mini_checkpoint.writer import write_names  # noqa: E402
-from vllm.dsv4_overlay import quantised_linears, scales, weight_formats  # noqa: E402
+from vllm.dsv4_overlay import checkpoint_files, quantised_linears, weight_formats  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
@@ -360,8 +360,8 @@ def test_names_of_a_checkpoint_where_vllm_keeps_its_downloads(tmp_path, monkeypa
     """With --download-dir and without a hub the usual cache has no index."""
     index = tmp_path / "index.json"
     index.write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
-    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
-    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    monkeypatch.setattr(checkpoint_files, "get_hf_file_to_dict", lambda *_: None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
     read = quantised_linears._read.__wrapped__
     assert read("organisation/model", None, "downloads").files == {"norm.weight": "model-1.safetensors"}
     assert not said

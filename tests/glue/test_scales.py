@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_config_contract import VLLMS_TOO, make, on_gpu, refusal, verify
-from vllm.dsv4_overlay import attention, calibrate, scales
+from vllm.dsv4_overlay import attention, calibrate, checkpoint_files, scales
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -132,7 +132,7 @@ def test_scales_are_asked_of_the_hub_that_has_the_weights(file, tmp_path, monkey
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
     monkeypatch.setattr(weight_utils, "maybe_download_from_modelscope", fetch)
     for name in ("get_hf_file_to_dict", "hf_hub_download"):
-        monkeypatch.setattr(scales, name, lambda *_, **__: pytest.fail("asked of the Hugging Face hub"))
+        monkeypatch.setattr(checkpoint_files, name, lambda *_, **__: pytest.fail("asked of the Hugging Face hub"))
     config = asked()
     config.model_config.model, config.model_config.revision = "organisation/model-on-modelscope", "v2"
     config.load_config.download_dir = "downloads"
@@ -152,8 +152,8 @@ def test_scales_are_of_the_revision_that_is_served(file, monkeypatch):
         fetched.append((model, name, revision, cache_dir))
         return file
 
-    monkeypatch.setattr(scales, "get_hf_file_to_dict", index)
-    monkeypatch.setattr(scales, "hf_hub_download", download)
+    monkeypatch.setattr(checkpoint_files, "get_hf_file_to_dict", index)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", download)
     config = asked()
     config.model_config.model, config.model_config.revision = "organisation/model-of-revisions", "v2"
     config.load_config.download_dir = "downloads"
@@ -192,8 +192,8 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     """A hub that does not answer, or a part that is not there, is not a checkpoint without scales."""
     config = asked()
     config.model_config.model = "organisation/model"
-    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: None)
-    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, **__: tmp_path / "none")
+    monkeypatch.setattr(checkpoint_files, "get_hf_file_to_dict", lambda *_: None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, **__: tmp_path / "none")
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
     config.load_config.download_dir = str(tmp_path)
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
@@ -201,11 +201,11 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     assert scales.load_scales(config).values == {}
     config.load_config.load_format = "auto"
     index = tmp_path / "index.json"
-    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, **__: index)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, **__: index)
     index.write_text('{"weight_map"')  # of a download that was cut short
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
     index.write_text('{"weight_map": {"embed.weight": "not-there.safetensors"}}')
-    monkeypatch.setattr(scales, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
     assert scales.load_scales(config).values == {}  # found where vLLM's loader put it
     config.model_config.model = str(tmp_path)
     broken = tmp_path / "model.safetensors"
@@ -213,7 +213,7 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
     broken.unlink()
     weight_map = {"layers.0.attn.k_scale": "not-there.safetensors"}
-    monkeypatch.setattr(scales, "get_hf_file_to_dict", lambda *_: {"weight_map": weight_map})
+    monkeypatch.setattr(checkpoint_files, "get_hf_file_to_dict", lambda *_: {"weight_map": weight_map})
     assert f"Scales of checkpoint {tmp_path} cannot be read (" in refusal(config)
 
 

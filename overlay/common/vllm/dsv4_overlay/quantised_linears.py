@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.dsv4_overlay.scales import checkpoint_index
+from vllm.dsv4_overlay.checkpoint_files import read_index
 from vllm.dsv4_overlay.weight_formats import dequantise, nvfp4_shard_scales
 from vllm.logger import init_logger
 
@@ -319,7 +319,7 @@ def _read(
 
     files, problem = {}, "no index"
     try:
-        index = checkpoint_index(model, revision, download_dir)
+        index = read_index(model, revision, download_dir)
         files = (index or {}).get("weight_map", {})
         if not files and (single := Path(model) / "model.safetensors").is_file():
             with safe_open(single, "pt") as file:

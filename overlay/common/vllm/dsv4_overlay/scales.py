@@ -11,7 +11,6 @@ and V are the same row, so there is no v_scale; where there is no q_scale it is 
 Stored value times scale gives the value.
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -20,11 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
-from vllm import envs
+from vllm.dsv4_overlay.checkpoint_files import INDEX, download, read_index
 from vllm.logger import init_logger
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +33,6 @@ OPTION = "dsv4_scales"
 _CALIBRATE = "vllm.dsv4_overlay.calibrate"
 COMMAND = f"python -m {_CALIBRATE}"
 _NAME = re.compile(r"(layers|mtp)\.\d+\.attn\.[kq]_scale$")
-_INDEX = "model.safetensors.index.json"
 
 
 class Scales(NamedTuple):
@@ -207,14 +203,13 @@ def _from_checkpoint(
     model: str, revision: str | None, download_dir: str | None
 ) -> Scales:
     folder, source = Path(model), f"checkpoint {model}"
-    download = functools.partial(_download, model, revision, download_dir)
     try:
-        index = checkpoint_index(model, revision, download_dir)
+        index = read_index(model, revision, download_dir)
     except json.JSONDecodeError as error:  # as of a download that was cut short
-        raise ValueError(f"{_INDEX} of {model} cannot be read ({error}).") from None
+        raise ValueError(f"{INDEX} of {model} cannot be read ({error}).") from None
     if index is None and not folder.is_dir():
         raise ValueError(
-            f"Whether {source} has scales is unknown, for {_INDEX} cannot be had; "
+            f"Whether {source} has scales is unknown, for {INDEX} cannot be had; "
             "download it and serve its "
             f"folder, or name a file of scales as {OPTION}."
         )
@@ -228,52 +223,16 @@ def _from_checkpoint(
         }
         if not shards:
             return Scales(f"none given; {COMMAND} measures them", {})
-        paths = {shard: download(shard) for shard in set(shards.values())}
+        paths = {
+            shard: download(model, revision, download_dir, shard)
+            for shard in set(shards.values())
+        }
         return Scales(
             source,
             _read(source, {name: paths[shard] for name, shard in shards.items()}),
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"Scales of {source} cannot be read ({error}).") from None
-
-
-def checkpoint_index(
-    model: str, revision: str | None, download_dir: str | None
-) -> dict | None:
-    """What the checkpoint's index has, which says where each tensor is; None where it
-    has none, or it cannot be had.
-
-    Raises:
-        json.JSONDecodeError: it is cut off.
-    """
-    index = None
-    if not envs.VLLM_USE_MODELSCOPE:
-        index = get_hf_file_to_dict(_INDEX, model, revision)
-    if index is None and (download_dir or envs.VLLM_USE_MODELSCOPE):
-        with contextlib.suppress(OSError, ValueError):
-            path = _download(model, revision, download_dir, _INDEX)
-            index = json.loads(Path(path).read_text())
-    return index
-
-
-def _download(
-    model: str, revision: str | None, download_dir: str | None, name: str
-) -> str:
-    """The path of a file of `model`, a folder or, on the hub that vLLM takes weights
-    from, a repository."""
-    if Path(model).is_dir():
-        return str(Path(model) / name)
-    if envs.VLLM_USE_MODELSCOPE:
-        # Not at the top: this module is imported for every model.
-        from vllm.model_executor.model_loader.weight_utils import (
-            maybe_download_from_modelscope,
-        )
-
-        folder = maybe_download_from_modelscope(
-            model, revision, download_dir, allow_patterns=[name]
-        )
-        return str(Path(folder) / name)
-    return hf_hub_download(model, name, revision=revision, cache_dir=download_dir)
 
 
 def _read(source: str, paths: dict[str, str]) -> dict[str, float]:
