@@ -361,7 +361,7 @@ def test_names_of_a_checkpoint_where_vllm_keeps_its_downloads(tmp_path, monkeypa
     index = tmp_path / "index.json"
     index.write_text('{"weight_map": {"norm.weight": "model-1.safetensors"}}')
     monkeypatch.setattr(checkpoint_files, "get_hf_file_to_dict", lambda *_: None)
-    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: cache_dir and index)
     read = quantised_linears._read.__wrapped__
     assert read("organisation/model", None, "downloads").files == {"norm.weight": "model-1.safetensors"}
     assert not said

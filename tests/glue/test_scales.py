@@ -205,7 +205,7 @@ def test_scales_that_cannot_be_looked_for(tmp_path, monkeypatch):
     index.write_text('{"weight_map"')  # of a download that was cut short
     assert "Whether checkpoint organisation/model has scales is unknown" in refusal(config)
     index.write_text('{"weight_map": {"embed.weight": "not-there.safetensors"}}')
-    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: index if cache_dir else None)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", lambda *_, cache_dir, **__: cache_dir and index)
     assert scales.load_scales(config).values == {}  # found where vLLM's loader put it
     config.model_config.model = str(tmp_path)
     broken = tmp_path / "model.safetensors"
