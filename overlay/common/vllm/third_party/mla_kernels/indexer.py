@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .insert import check_same_device
+from .insert import check_packed_blocks, check_same_device
 from .sm90 import serves_topk, topk_sm90
 from .triton_sparse_mla import _bytes, _converts_e4m3, _from_e4m3
 
@@ -139,12 +139,7 @@ def paged_indexer_scores(
             f"q must be E4M3 and cache uint8 [blocks, block_size, {dim + 4}], got "
             f"{q.dtype} and {cache.dtype} {list(cache.shape)}."
         )
-    in_one_piece = cache.stride()[1:] == (dim + 4, 1)
-    if not in_one_piece or cache.stride(0) % 4 or cache.data_ptr() % 4:
-        raise ValueError(
-            "a block of cache must be in one piece and start at a multiple of 4 "
-            f"bytes, strides are {cache.stride()}."
-        )
+    check_packed_blocks("cache", cache)
     if context_lens.numel() != tokens or context_lens.dtype != torch.int32:
         raise ValueError(
             f"context_lens must be int32 [{batch}, {q_len}], got "

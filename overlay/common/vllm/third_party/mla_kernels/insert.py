@@ -277,6 +277,17 @@ def check_block_table(block_table: torch.Tensor) -> None:
         )
 
 
+def check_packed_blocks(name: str, cache: torch.Tensor) -> None:
+    """Raise ValueError unless each block of [blocks, rows, bytes] is in one piece and
+    starts where a float32 can."""
+    in_one_piece = cache.stride()[1:] == (cache.shape[2], 1)
+    if not in_one_piece or cache.stride(0) % 4 or cache.data_ptr() % 4:
+        raise ValueError(
+            f"a block of {name} must be in one piece and start at a multiple of 4 "
+            f"bytes, strides are {cache.stride()}."
+        )
+
+
 def check_norm_weight(weight: torch.Tensor, head_dim: int) -> None:
     """Raise ValueError unless `weight` is [head_dim] bf16 or fp32, contiguous."""
     if (

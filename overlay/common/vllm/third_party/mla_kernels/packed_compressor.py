@@ -22,6 +22,7 @@ from .insert import (
     check_cos_sin,
     check_indices,
     check_norm_weight,
+    check_packed_blocks,
     check_same_device,
 )
 
@@ -447,12 +448,7 @@ def save_compress_store(
             f"kv_cache must be [blocks, rows, {_ROW_BYTES[head_dim]}] uint8, got "
             f"{list(kv_cache.shape)} {kv_cache.dtype}."
         )
-    in_one_piece = kv_cache.stride()[1:] == (_ROW_BYTES[head_dim], 1)
-    if not in_one_piece or kv_cache.stride(0) % 4 or kv_cache.data_ptr() % 4:
-        raise ValueError(
-            "a block of kv_cache must be in one piece and start at a multiple of 4 "
-            f"bytes, strides are {kv_cache.stride()}."
-        )
+    check_packed_blocks("kv_cache", kv_cache)
     check_norm_weight(rms_norm_weight, head_dim)
     check_block_table(block_table)
     if cos_sin_cache.dtype != torch.float32:
