@@ -470,6 +470,8 @@ def machine() -> dict[str, Any]:
         found["gpus"] = f"unknown: {e}"
     packages = ("torch", "triton", "vllm", "transformers", "flashinfer-python", "numpy")
     found["versions"] = {package: version_of(package) for package in packages}
+    if wheel := version_of("vllm-dsv4-overlay"):
+        found["wheel"] = wheel
     spec = importlib.util.find_spec("vllm")
     if spec and spec.submodule_search_locations:
         record = Path(list(spec.submodule_search_locations)[0]) / "_dsv4_overlay" / "record.json"
@@ -483,7 +485,7 @@ def machine() -> dict[str, Any]:
 def comparable(where: dict[str, Any]) -> dict[str, Any]:
     """Of `machine()`, what has to be the same for results to be of one comparison: not how many GPUs there are."""
     gpus = sorted(set(where.get("gpus", ())))  # names and drivers
-    return {key: where.get(key) for key in ("versions", "overlay", "environment")} | {"gpus": gpus}
+    return {key: where.get(key) for key in ("versions", "overlay", "wheel", "environment")} | {"gpus": gpus}
 
 
 def kept(out: Path, where: dict[str, Any]) -> dict[str, Any]:

@@ -347,6 +347,14 @@ def models_glm5() -> str:
     return markdown(speeds_head(runs), speeds(runs, V32_AND_FA3))
 
 
+def models_glm5_16heads() -> str:
+    """A table for each cache, as other batches were measured."""
+    bf16, fp8 = (load(f"throughput_glm5_16heads_{store}_h200_0.33.0")["runs"] for store in ("bf16", "fp8"))
+    names = {run: f"BF16 cache, {name}" for run, name in V32_AND_FA3.items()}
+    tables = (bf16, speeds(bf16, names)), (fp8, speeds_v32(fp8, "fp8", V32))
+    return "\n".join(markdown(speeds_head(runs), rows) for runs, rows in tables)
+
+
 def speeds_v32(runs: dict[str, Any], store: str, names: dict[str, str]) -> list[list[Any]]:
     return speeds(runs, {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in names.items()})
 
@@ -526,7 +534,8 @@ def steps() -> str:
 
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, more_heads, choosing, attention, stock_rows, others, portable, h100, roofline, accuracy,
-    row_sizes, one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5, layouts,
+    row_sizes, one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5,
+    models_glm5_16heads, layouts,
     serving, serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
     serving_dspark_in_turns, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip

@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 sparse_mla_series.needed()
 from vllm.dsv4_overlay import sparse_mla, sparse_mla_attention, sparse_mla_backend  # noqa: E402
+from vllm.third_party.mla_kernels import flash_mla, indexer  # noqa: E402
 
 BACKEND = sparse_mla_backend.SparseMLABackend
 NEWER = hasattr(sparse_utils, "flat_kv_row_view")  # 0.33.0: metadata, picks and slots are vLLM's
@@ -377,7 +378,7 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, width, quantised, 
 @CACHES
 def test_what_benchmarks_count(cache_dtype, width, monkeypatch):
     """The calls of this backend, and those that the float32 reference serves in its place."""
-    from vllm.third_party.mla_kernels import flash_mla, reference
+    from vllm.third_party.mla_kernels import reference
 
     for module in (flash_mla, sparse_mla_attention):
         for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
@@ -432,22 +433,49 @@ def test_slots_are_compiled_before_requests_wait(monkeypatch):
     assert launched[1:] == launched[:1]
 
 
+@CACHES
+@pytest.mark.skipif(NEWER, reason="0.33.0 runs attention once itself before requests")
+def test_attention_is_compiled_before_requests_wait(cache_dtype, width, launches, monkeypatch):
+    """What a layer launches when it is made is all that batches launch, mixed or small, where Triton serves."""
+    for module in (flash_mla, sparse_mla_attention):
+        monkeypatch.setattr(module, "pick_provider", lambda device: "triton")
+    config, batch = settings("in_place"), Batch(cache_dtype, width)
+    monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(sparse_mla_backend, "warm_up_scores", lambda device: None)
+    impl = sparse_mla_backend.SparseMLAImpl(
+        HEADS, width, SCALE, 1, None, None, cache_dtype, None, "decoder", None,
+        indexer=SimpleNamespace(topk_indices_buffer=batch.picked), kv_lora_rank=512,
+    )  # fmt: skip
+    compiled = set(launches)
+    launches.clear()
+    spec = SimpleNamespace(block_size=PAGE)
+    builder = sparse_mla_backend.SparseMLAMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    metadata = builder.build(0, batch.common)
+    for tokens in (len(batch.q), 2):
+        impl.forward_mqa(batch.q[:tokens], batch.cache, metadata, None)
+    assert {"_attend_kernel", "_merge_kernel"} <= {name for name, *_ in launches}
+    assert launches <= compiled
+
+
 @pytest.mark.parametrize("width", [None, 1])
 @pytest.mark.parametrize("deep_gemm", [False, True])
-def test_scores_are_compiled_before_requests_wait(monkeypatch, width, deep_gemm):
-    """As 0.22.1 and 0.33.0 ask for them in a prefill, where DeepGEMM does not serve."""
-    launched = []
+def test_scores_are_compiled_before_requests_wait(launches, monkeypatch, width, deep_gemm):
+    """As 0.22.1 and 0.33.0 ask for them in a prefill and in a decode, where DeepGEMM does not serve."""
+    monkeypatch.setattr(indexer, "_provider", lambda *given: "triton")
+    q, weights = torch.zeros(37, 32, 128).to(FP8), torch.zeros(37, 32)
+    keys, scales = torch.zeros(300, 128).to(FP8), torch.zeros(300)
+    starts, ends = torch.zeros(2, 37, dtype=torch.int32)
+    indexer.indexer_scores(q, keys, scales, weights, starts.clone(), ends.clone(), width and 300, clean=False)
+    pages, table = torch.zeros(9, PAGE, 132, dtype=torch.uint8), torch.zeros(3, 7, dtype=torch.int32)
+    decodes = q[:6].view(3, 2, 32, 128), pages, weights[:6], torch.ones(3, 2, dtype=torch.int32), table, 448
+    indexer.paged_indexer_scores(*decodes, clean=False)
+    needed = set(launches)
+    launches.clear()
 
-    def indexer_scores(q, keys, scales, weights, starts, ends, columns, *, clean):
-        launched.append((q.dtype, q.shape, keys.dtype, columns, clean))
-        return scores(q, keys, scales, weights, starts, ends, columns, clean=clean)
-
-    scores = sparse_mla_attention.indexer_scores
-    monkeypatch.setattr(sparse_mla_attention, "indexer_scores", indexer_scores)
     monkeypatch.setattr(type(current_platform), "support_deep_gemm", lambda self: deep_gemm)
     monkeypatch.setattr(sparse_mla_attention, "get_current_vllm_config", lambda: settings("in_place"))
     sparse_mla_attention.warm_up_scores(torch.device("cpu"), width)
-    assert launched == [(FP8, (1, 32, 128), FP8, width, False)] * (not deep_gemm)
+    assert len(needed) == 2 and launches == (set() if deep_gemm else needed)
 
 
 @pytest.mark.skipif(not NEWER, reason="0.22.1 has a constructor of its own, which other tests call")

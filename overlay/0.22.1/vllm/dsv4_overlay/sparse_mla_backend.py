@@ -17,6 +17,7 @@ from vllm.dsv4_overlay.sparse_mla_attention import (
     attend_slots,
     reserve_workspace,
     separate_prefills,
+    warm_up_attention,
     warm_up_scores,
 )
 from vllm.third_party.mla_kernels.slots import request_rows_to_slots
@@ -156,11 +157,14 @@ class SparseMLAImpl(SparseMLAAttentionImpl[SparseMLAMetadata]):
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         self.topk_indices_buffer: torch.Tensor = indexer.topk_indices_buffer
         reserve_workspace(head_size)
-        # Compiled now, and not while requests wait: the slots of a token of none.
+        # Compiled now, and not while requests wait: the slots of a token of none, and
+        # attention, which vLLM runs before only to capture graphs of decodes.
         nobody = self.topk_indices_buffer.new_full((1,), -1)
         rows = self.topk_indices_buffer[:1]
         request_rows_to_slots(rows, nobody, nobody.view(1, 1), PAGE)
         warm_up_scores(rows.device)
+        columns = rows.shape[1]
+        warm_up_attention(num_heads, head_size, kv_cache_dtype, columns, rows.device)
 
     def forward_mqa(
         self,

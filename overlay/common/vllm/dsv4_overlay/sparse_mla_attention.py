@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.dsv4_overlay.sparse_mla import workspace_rows
+from vllm.dsv4_overlay.sparse_mla import PAGE, workspace_rows
 from vllm.platforms import current_platform
 from vllm.third_party.mla_kernels import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
     indexer_scores,
+    paged_indexer_scores,
 )
+from vllm.third_party.mla_kernels.flash_mla import pick_provider
 from vllm.third_party.mla_kernels.row_formats import BF16, V32
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -68,22 +70,47 @@ def attend_slots(
 
 
 def warm_up_scores(device: torch.device, width: int | None = None) -> None:
-    """Compile the indexer's scores of prefills now, and not while requests wait, where
-    DeepGEMM does not compute them; decodes' are compiled when graphs are captured.
+    """Compile the indexer's scores now, and not while requests wait, where DeepGEMM
+    does not compute them.
 
     Args:
-        width: 1 if vLLM counts columns from a token's first key, None if from the
-            chunk's.
+        width: of a prefill's columns: 1 if vLLM counts them from a token's first key,
+            None if from the chunk's.
     """
     if current_platform.support_deep_gemm():
         return
     config = get_current_vllm_config().model_config.hf_text_config
     heads, dim = config.index_n_heads, config.index_head_dim
     q = torch.zeros(1, heads, dim, device=device).to(torch.float8_e4m3fn)
-    ends = torch.ones(1, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
     weights = torch.zeros(1, heads, device=device, dtype=torch.float32)
-    rest = q[0, :1], ends.float(), weights, torch.zeros_like(ends), ends, width
+    rest = q[0, :1], one.float(), weights, torch.zeros_like(one), one, width
     indexer_scores(q, *rest, clean=False)
+    page = torch.zeros(1, PAGE, dim + 4, dtype=torch.uint8, device=device)
+    decode = q.unsqueeze(0), page, weights, one, torch.zeros_like(one).view(1, 1), 1
+    paged_indexer_scores(*decode, clean=False)
+
+
+def warm_up_attention(
+    heads: int, width: int, cache_dtype: str, columns: int, device: torch.device
+) -> None:
+    """Compile attention over the cache now, and not while requests wait, where Triton
+    computes it.
+
+    Args:
+        heads, width: of q.
+        columns: of the slots.
+    """
+    if pick_provider(device) != "triton":
+        return
+    packed = cache_dtype == "fp8_ds_mla"
+    row = (656, torch.uint8) if packed else (width, torch.bfloat16)
+    page = torch.zeros(1, PAGE, row[0], dtype=row[1], device=device)
+    for tokens in (1, 512):  # one is split over its keys, so many are not
+        q = torch.zeros(tokens, heads, width, dtype=torch.bfloat16, device=device)
+        keys = torch.zeros(tokens, dtype=torch.int32, device=device)
+        slots = keys.new_full((tokens, columns), -1)
+        attend_slots(q, page, slots, keys, 1.0)
 
 
 def reserve_workspace(width: int) -> None:
