@@ -152,8 +152,9 @@ def ratios(store: str, what: str) -> list[float]:
 
 def speedup_span(store: str, kind: str, form: str = ".2f", heads: Iterable[int] = FEW) -> str:
     """FlashMLA's time over ours, with so many heads; `584` is the drop-in over V4's own rows. Of decode, sizes
-    between those of the tables too."""
+    between those of the tables too; of prefill, what prompts do."""
     found = by_call(store, kind, more=["small"] if kind == "decode" else [])
+    found = {call: ratio for call, ratio in found.items() if call[0] != "scattered"}
     return span((ratio for (_, _, number), ratio in found.items() if number in heads), form)
 
 
@@ -193,7 +194,7 @@ def attention(
 
 
 def by_heads() -> str:
-    return attention([("decode", 16), ("prompt", 4096)])
+    return attention([("decode", 16), ("prompt", 4096)], [("fp8", "FP8")])
 
 
 def stock_rows() -> str:
