@@ -70,14 +70,18 @@ applied() { # `set -e` does not hold in $(applied)
     local tree=${2:-$cache/vllm-$1} apply=$repo/scripts/apply-patches.sh
     exec 8>"$cache/trees.lock" # closed with the subshell
     flock 8
-    # Applied by another version of this repository, or edited.
-    if [ -e "$tree/vllm/__init__.py" ] && ! "$apply" "$tree" >/dev/null 2>&1; then
+    if [ -n "${2:-}" ] && [ -e "$tree/vllm/__init__.py" ]; then # the user's: nothing is taken off
+        local found
+        found=$("$apply" --status --json "$tree" | "$python" -c 'import json, sys; print(json.load(sys.stdin)["release"])') ||
+            return
+        [ "$found" = "$1" ] || stop "$tree holds vLLM $found, not $1; set VLLM_RELEASE=$found, or give another folder."
+        "$apply" "$tree" | tail -n 1 >&2 || return
+    elif [ -e "$tree/vllm/__init__.py" ] && ! "$apply" "$tree" >/dev/null 2>&1; then
+        # Applied by another version of this repository, or edited.
         if "$apply" --revert "$tree" >/dev/null; then
             "$apply" "$tree" | tail -n 1 >&2 || return
-        elif [ -z "${2:-}" ]; then # it is ours, with a record that this version does not read
+        else # a record that this version does not read
             rm -rf "$tree"
-        else
-            return 1
         fi
     fi
     if [ ! -e "$tree/vllm/__init__.py" ]; then

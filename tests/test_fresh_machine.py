@@ -100,6 +100,32 @@ def test_wrong_arguments_of_the_self_test(arguments):
     assert (done.returncode, done.stderr) == (1, "error: give one folder, or no argument.\n")
 
 
+@pytest.mark.parametrize("asked, why", [
+    ("0.22.1", "error: {tree} holds vLLM 0.33.0, not 0.22.1; set VLLM_RELEASE=0.33.0, or give another folder.\n"),
+    ("0.33.0", "error: patch-changed\n"),
+])  # fmt: skip
+def test_of_a_folder_that_somebody_names_nothing_is_taken_off(tmp_path, asked, why):
+    text = (ROOT / "scripts/testenv.sh").read_text()
+    calls, tree = tmp_path / "calls", tmp_path / "tree"
+    (tree / "vllm").mkdir(parents=True)
+    (tree / "vllm/__init__.py").touch()
+    (tmp_path / "scripts").mkdir()
+    apply = tmp_path / "scripts/apply-patches.sh"
+    apply.write_text(
+        f"""#!/bin/sh
+        echo "$1" >> {calls}
+        if [ "$1" = --status ]; then echo '{{"release": "0.33.0"}}'; else echo error: patch-changed >&2; exit 1; fi"""
+    )
+    apply.chmod(0o755)
+    script = f"""set -euo pipefail; stop() {{ echo "error: $1" >&2; exit 1; }}
+        repo={tmp_path} cache={tmp_path} python={sys.executable}
+        {text[text.index("applied() {") :]}
+        tree=$(applied {asked} {tree})"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, why.format(tree=tree))
+    assert "--revert" not in calls.read_text()
+
+
 def test_a_release_without_a_self_test(clone, tmp_path):
     """0.23.0 to 0.32.0 have the drop-in only."""
     (clone / "scripts/testenv.sh").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import sys
 import tarfile
@@ -33,6 +34,7 @@ from .series import (
     sha256,
     split_lines,
 )
+from .target import detect
 
 RELIED_ON = "relied on"  # the seam of files that are not patched
 SPREAD = 10  # lines that a changed place may have more than the hunk has
@@ -243,6 +245,11 @@ def check_release_main(argv: list[str], root: Path) -> int:
         against = bases(root, args.release, args.base, args.series)
         if args.pristine:
             pristine, origin = pristine_from_folder(args.pristine), str(args.pristine)
+            found = None
+            with contextlib.suppress(Refusal):  # a folder that does not say which
+                found = detect(args.pristine, against).release
+            if found not in (None, args.release):
+                raise Refusal("wrong-release", f"{args.pristine} holds vLLM {found}, not {args.release}.")
         else:
             pinned = [series for series in against if args.release in series.sdists]
             archive = fetch.archive(pinned[0], args.release) if pinned else fetch.unpinned(args.release)

@@ -32,6 +32,14 @@ def test_the_release_itself(ask):
     assert status == 0 and "8 applies, 0 moved, 0 changed, 0 upstream: the series fits" in out
 
 
+@pytest.mark.parametrize("path, text, why", [
+    ("PKG-INFO", b"Name: vllm\nVersion: 1.0.0\n", "wrong-release: {new} holds vLLM 1.0.0, not 1.0.1."),
+    ("vllm/_dsv4_overlay/x", b"", "not-clean: {new} has the overlay applied; give an unmodified vLLM."),
+])  # fmt: skip
+def test_a_folder_that_is_not_what_was_asked_about(ask, tmp_path, path, text, why):
+    assert ask(PRISTINE | {path: text}) == (2, f"error: {why.format(new=tmp_path / 'new')}\n")
+
+
 def test_a_file_of_a_newer_python(ask):
     with (ask.repo / "overlay/common/vllm/dsv4/main.py").open("a") as main:
         main.write("from vllm.sub.untouched import value\n")

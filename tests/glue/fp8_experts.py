@@ -97,13 +97,14 @@ def settings(least=None):
     )
 
 
-def made(config):
-    """The layer, before its weights are loaded."""
+def made(config, **changes):
+    """The layer, before its weights are loaded; `changes` of the class by which vLLM loads them."""
     from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
+    method = type("OtherMethod", (Mxfp4MoEMethod,), changes) if changes else Mxfp4MoEMethod
     quantisation = SimpleNamespace(
-        get_quant_method=lambda layer, prefix: Mxfp4MoEMethod(layer.moe_config), online_quantization_config=None
+        get_quant_method=lambda layer, prefix: method(layer.moe_config), online_quantization_config=None
     )
     # From 0.24.0 on what runs the layer is made with it.
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
@@ -244,6 +245,8 @@ def refusals():
         found[name] = refusal(moe=changed(flash, moe_parallel_config=replace(parallel, **divided)))
     found["Humming"] = refusal(backend="HUMMING")
     found["LoRA"] = refusal(moe=changed(flash, is_lora_enabled=True))
+    found["bias"] = refusal(moe=changed(flash, has_bias=True))
+    found["activation"] = refusal(moe=changed(flash, activation=SimpleNamespace(value="swigluoai")))
     found["hidden"] = refusal(moe=changed(flash, hidden_dim=4608))
     found["one of two"] = refusal(moe=changed(flash, intermediate_size_per_partition=1024))
     has, fp8_experts.has_deep_gemm = fp8_experts.has_deep_gemm, lambda: False
@@ -255,10 +258,11 @@ def refusals():
     fp8_experts.has_deep_gemm, hopper.CAPABILITY = has, hopper.DeviceCapability(10, 0)
     found["Blackwell"] = refusal()
     hopper.CAPABILITY, fp8_experts.get_current_vllm_config = hopper.DeviceCapability(9, 0), stock
-    try:
-        made(settings("all"))
-    except ValueError as error:
-        found["seam"] = str(error)
+    for name, least, changes in ("seam", "all", {}), ("other names", 512, {"renames": True}):
+        try:
+            made(settings(least), **changes)
+        except ValueError as error:
+            found[name] = str(error)
     return found
 
 

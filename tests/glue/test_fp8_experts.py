@@ -26,6 +26,10 @@ REFUSALS = {
     "8193": "is 8193, but no step has more than 8192 tokens; lower it, or raise --max-num-batched-tokens.",
     **dict.fromkeys(["EPLB", "DP", "DP with EP"], PARALLEL),
     "Humming": "stands beside Marlin, not HUMMING; use --moe-backend marlin.",
+    "bias": "is for experts like V4's, without a bias and with silu, and these have a bias; omit it.",
+    "activation": "is for experts like V4's, without a bias and with silu, and these have swigluoai; omit it.",
+    "other names": "is for MXFP4 experts as DeepSeek's checkpoints have them, and these are OtherMethod's; "
+    "omit it.",
     "LoRA": "is not served here: DeepGEMM's kernel does not support LoRA.",
     "hidden": "needs a hidden size that 1024 divides, not 4608; omit it.",
     # 43 layers * 256 experts * 3 * 4096 * 1024 values.

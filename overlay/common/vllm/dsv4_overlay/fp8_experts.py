@@ -52,6 +52,11 @@ def offer(method: "Mxfp4MoEMethod") -> None:
     least = least_tokens(method.moe, method.mxfp4_backend)
     if least is None:
         return
+    if (kind := type(method).__name__) != "Mxfp4MoEMethod":  # weights by other names
+        raise ValueError(
+            f"{OPTION} in --additional-config is for MXFP4 experts as DeepSeek's "
+            f"checkpoints have them, and these are {kind}'s; omit it."
+        )
     # Now, since up to 0.26.0 vLLM loads weights anew without a configuration.
     most = get_current_vllm_config().scheduler_config.max_num_batched_tokens
     process = method.process_weights_after_loading
@@ -86,8 +91,8 @@ def least_tokens(moe: "FusedMoEConfig", backend: "Mxfp4MoeBackend") -> int | Non
 
     Raises:
         ValueError: the option is not a number of tokens that a step can have, or this
-            GPU, its memory, DeepGEMM, the experts' backend or their parallelism do not
-            allow it. One sentence.
+            GPU, its memory, DeepGEMM, the experts, their backend or their parallelism
+            do not allow it. One sentence.
     """
     config = get_current_vllm_config()
     options = config.additional_config
@@ -129,6 +134,11 @@ def _misfit(
         return (
             "does not serve data parallelism, --enable-eplb, or all-to-all between "
             "experts; omit it"
+        )
+    if moe.has_bias or moe.activation.value != "silu":
+        return (
+            "is for experts like V4's, without a bias and with silu, and these have "
+            f"{'a bias' if moe.has_bias else moe.activation.value}; omit it"
         )
     if problem := _unsupported(moe):
         return f"is not served here: DeepGEMM's {problem}"
