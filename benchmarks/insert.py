@@ -210,7 +210,6 @@ def main() -> int:
         "copy_tb_s": copy,
         "results": results,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

@@ -57,6 +57,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import http.client
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -459,7 +460,7 @@ def main() -> None:
     )
     parser.add_argument("--dspark", action="store_true", help="drafts of DSpark, with --dummy")
     parser.add_argument("--base-url", metavar="URL", help="measure the server that runs there, by --model's name")
-    parser.add_argument("--tensor-parallel-size", type=positive, default=4)
+    parser.add_argument("--tensor-parallel-size", type=positive, help="default: 4; no default with --base-url")
     parser.add_argument("--runs", default=",".join(RUNS), help="default: %(default)s, and those of --run")
     parser.add_argument(
         "--run", action="append", default=[], metavar="NAME=RUN …", help="as RUN, with VARIABLE=VALUE and options"
@@ -473,6 +474,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="for vllm serve, after --")
     args = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        stop("this Python has no vLLM, whose client measures; activate the environment that has it.")
+    if not (args.tensor_parallel_size or args.base_url):
+        args.tensor_parallel_size = 4
     if args.share_of > 1:
         if not args.dummy:
             stop("--share-of is for --dummy: a real checkpoint is of a whole model.")
@@ -487,6 +492,8 @@ def main() -> None:
                  "--run and options for vllm serve are for those that are started.")  # fmt: skip
         if not Running(args.base_url).healthy():
             stop(f"nothing at {args.base_url} answers /health; give the URL of a vLLM server, without /v1.")
+        if not args.tensor_parallel_size:
+            stop("with --base-url say by --tensor-parallel-size on how many GPUs that server runs.")
         args.runs = RUNNING
     if args.together < 1 or (args.together > 1 and not args.kv_gib):
         stop(f"--together is {args.together}; give 1 or more, and --kv-gib with more than one: "

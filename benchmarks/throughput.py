@@ -557,10 +557,14 @@ def main(argv: list[str] | None = None) -> int:
         with Watch() as watch:
             status, seconds = run_child(command, log_file, env, args.timeout)
             found = collect(job, log_file, status, seconds) | {"gpu_meanwhile": watch.summary()}
+        missing = None
         if job["profile"] and found["ok"]:
             parts = [found["prefill"], *(found["decode"][str(batch)] for batch in reversed(args.batches))]
-            for part, trace in zip(parts, newest_traces(Path(job["profile"]), len(parts)), strict=True):
-                part["step"] = profiled_step(trace)
+            try:
+                for part, trace in zip(parts, newest_traces(Path(job["profile"]), len(parts)), strict=True):
+                    part["step"] = profiled_step(trace)
+            except SystemExit as error:  # once what was measured is written
+                missing = error
         found["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         found["command"] = shlex.join(sys.argv)
         log(f"{name}: {'done' if found['ok'] else f'FAILED ({status})'} in {seconds} s")
@@ -574,6 +578,8 @@ def main(argv: list[str] | None = None) -> int:
             results |= {"machine": where, "ratio_to_flashmla": ratios}
             args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(text, flush=True)
+        if missing:
+            raise missing
     print(f"results in {args.out}")
     return 0 if all(runs[name]["ok"] for name in args.runs) else 1
 

@@ -84,8 +84,12 @@ def copy_tb_s() -> float:
 def provenance() -> dict:
     """The command, the GPU with its driver, and the versions, for the head of a result file."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except OSError as error:
+        gpu = f"{torch.cuda.get_device_name()}, driver unknown: {error}"
     return {
         "command": " ".join(sys.argv),
-        "gpu": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "gpu": gpu,
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
     }

@@ -114,7 +114,8 @@ def test_of_a_folder_that_somebody_names_nothing_is_taken_off(tmp_path, asked, w
     apply.write_text(
         f"""#!/bin/sh
         echo "$1" >> {calls}
-        if [ "$1" = --status ]; then echo '{{"release": "0.33.0"}}'; else echo error: patch-changed >&2; exit 1; fi"""
+        [ "$1" != --status ] || exec echo '{{"release": "0.33.0"}}'
+        echo error: patch-changed >&2; exit 1"""
     )
     apply.chmod(0o755)
     script = f"""set -euo pipefail; stop() {{ echo "error: $1" >&2; exit 1; }}
