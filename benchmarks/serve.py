@@ -7,7 +7,7 @@ FlashMLA is the stock backend by stock kernels, DropIn the same backend and cach
     benchmarks/serve.sh --dummy /tmp/v4-flash ...      the full V4-Flash shape, no download: dummy weights,
                                                        with seeded ones for what index scores come from
     benchmarks/serve.sh --dummy /tmp/v4-share --share-of 4 --tensor-parallel-size 1 ...
-    benchmarks/serve.sh --model NAME --base-url http://HOST:8000 ...      a server that is running
+    benchmarks/serve.sh --model NAME --base-url http://HOST:8000 --tensor-parallel-size 8 ...      a running server
     benchmarks/serve.sh --load burst,steady --shapes 1k/8k,8k/1k,8k/8k --goodput ttft:2000 tpot:50 --repeat 3 ...
     benchmarks/serve.sh --run 'Humming=FlashMLA --moe-backend humming' ...      one more run, with further options
     benchmarks/serve.sh --dummy /tmp/v4-dspark --dspark ...      with DSpark, as V4-Flash-0731; vLLM 0.25.0 on
@@ -57,7 +57,6 @@ import concurrent.futures
 import contextlib
 import datetime
 import http.client
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -474,8 +473,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("serve.json"))
     parser.add_argument("serve_options", nargs="*", metavar="-- OPTION", help="for vllm serve, after --")
     args = parser.parse_args()
-    if importlib.util.find_spec("vllm") is None:
-        stop("this Python has no vLLM, whose client measures; activate the environment that has it.")
     if not (args.tensor_parallel_size or args.base_url):
         args.tensor_parallel_size = 4
     if args.share_of > 1:

@@ -313,7 +313,9 @@ def test_a_server_that_runs(serve, tmp_path):
                 break
             except OSError:
                 time.sleep(0.1)
-        done, calls = serve("--base-url", f"{url}/", "--concurrency", "4")
+        done, calls = serve("--base-url", f"{url}/")
+        assert (done.returncode, calls) == (1, []) and "say by --tensor-parallel-size on how many" in done.stderr
+        done, calls = serve("--base-url", f"{url}/", "--concurrency", "4", "--tensor-parallel-size", "4")
         assert other.poll() is None
     finally:
         other.kill()
