@@ -127,6 +127,13 @@ def found(job: dict[str, Any], log_file: Path, status: Any, seconds: float) -> d
     return result
 
 
+def compared_with(run: str) -> str | None:
+    """The run that has to come before it."""
+    if run == "stock":
+        return None
+    return run.removesuffix("_without") if run.endswith("_without") else "stock"
+
+
 def verdict(run: str, runs: dict[str, Any], table_gib: float) -> tuple[bool, str]:
     """Whether `run` is as it has to be, beside those before it, and in words."""
     result = runs[run]
@@ -134,8 +141,8 @@ def verdict(run: str, runs: dict[str, Any], table_gib: float) -> tuple[bool, str
         return False, result["out_of_memory"] or f"not served: {result['ended']}"
     overrun = result["overrun_gib"]
     words = f"served in {result['seconds']} s, {overrun:.2f} GiB over"
-    beside = "stock" if not run.endswith("_without") else run.removesuffix("_without")
-    if run == "stock":
+    beside = compared_with(run)
+    if beside is None:
         return True, words
     if not runs.get(beside, {}).get("served"):
         return False, f"{words}, and there is no {beside} to compare it with"
@@ -158,6 +165,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.runs = args.runs.split(",")
     if unknown := [run for run in args.runs if run not in RUNS]:
         parser.error(f"--runs names {', '.join(unknown)}; there are {', '.join(RUNS)}.")
+    for at, run in enumerate(args.runs):
+        beside = compared_with(run)
+        if beside and beside not in args.runs[:at]:
+            parser.error(f"--runs names {run}, which is compared with {beside}; name that before it.")
     if args.context % 256 or args.context < 1024:
         parser.error(f"--context is {args.context}; give a multiple of 256, 1024 or more.")
     if not 0 < args.tokens <= args.context:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -718,6 +719,22 @@ def test_throughput_profiles_every_batch(tmp_path, monkeypatch):
         throughput.make_job(throughput.parse_args(asked), "drop_in", None)
     )
 
+    def no_trace(folder, count):
+        sys.exit("error: no trace")
+
+    monkeypatch.setattr(throughput, "newest_traces", no_trace)
+    shutil.rmtree(tmp_path / "x/drop_in-profile")
+    (tmp_path / "x.json").unlink()
+    with pytest.raises(SystemExit, match="no trace"):
+        throughput.main([*asked, "--profile"])
+    assert json.loads((tmp_path / "x.json").read_text())["runs"]["drop_in"]["decode"]["4"] == rate
+
+
+@pytest.mark.parametrize("kl, noise", [(2e-2, True), (3e-2, False)])
+def test_what_a_base_gets_wrong_is_no_noise(kl, noise):
+    assert parent.is_noise({"decode": {"kl_mean": 1e-4}, "prompt": {"kl_mean": kl}, "diverged": []}) == noise
+    assert not parent.is_noise({"FULL": 3}) and not parent.is_noise(0.5)
+
 
 class StandInEngine:
     """A token a step for each of the first `room` requests, as if the cache held no more; they wait in turns if
@@ -1204,7 +1221,6 @@ out.write_text(json.dumps(dict(served=True, seconds=7.0, overrun_gib=overrun)))
         ({"stock": 2.4, "fp8": 2.6}, 1, ["2.40 GiB over", "+0.20 beside stock"]),
         ({"stock": 2.4, "fp8": 2.4, "fp8_without": 2.5}, 1, ["over", "over", "fp8: fp8 shows nothing"]),
         ({"stock": 2.4, "fp8": "memory", "fp8_without": 3.4}, 1, ["over", "Tried to allocate 9", "no fp8 to"]),
-        ({"fp8": 2.4}, 1, ["there is no stock to compare it with"]),
         ({"stock": "other"}, 1, ["not served: 1"]),
     ],
 )  # fmt: skip
@@ -1237,7 +1253,7 @@ def test_arguments_of_a_million_tokens(capsys):
     stock = long_context.engine_arguments(job | {"run": "stock"})
     assert stock["kv_cache_dtype"] == "fp8"  # V4 does not start with vLLM's default
     assert arguments == stock | {"attention_backend": long_context.BACKEND, "kv_cache_dtype": "bfloat16"}
-    for wrong in ["--runs", "flashmla"], ["--context", "1000"], ["--tokens", "0"]:
+    for wrong in ["--runs", "flashmla"], ["--runs", "fp8,stock"], ["--context", "1000"], ["--tokens", "0"]:
         with pytest.raises(SystemExit):
             long_context.parse_args(["--out", "x.json", *wrong])
         assert f"{wrong[0]} " in capsys.readouterr().err.splitlines()[-1]

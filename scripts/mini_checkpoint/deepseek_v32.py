@@ -51,7 +51,7 @@ class Shape:
         if self.hidden % (2 * BLOCK):
             raise ValueError(f"hidden must be a multiple of {2 * BLOCK}: two halves of FP8 blocks")
         for name in ("q_lora", "kv_lora", "intermediate", "moe_intermediate"):
-            if getattr(self, name) % BLOCK:
+            if (value := getattr(self, name)) < 1 or value % BLOCK:
                 raise ValueError(f"{name} must be a multiple of the FP8 block, {BLOCK}")
         if self.rope_dim >= self.index_dim or self.index_dim > self.kv_lora:
             raise ValueError("the indexer's rows must hold the RoPE dimensions and some others")
