@@ -55,11 +55,11 @@ BUILT = re.compile(r"(^|/)__pycache__/|\.(pyc|so)$|^vllm/_version\.py$")
 
 
 def pristine_from_folder(folder: Path) -> dict[str, bytes]:
-    """The files below vllm/ in `folder`. Raises Refusal(not-vllm, not-clean)."""
+    """The files below vllm/ in `folder`. Raises Refusal(not-vllm, source-changed)."""
     if not (folder / "vllm/__init__.py").is_file():
         raise Refusal("not-vllm", f"{folder} holds no vLLM; give the folder of an unpacked source archive.")
     if (folder / STATE_DIR).exists():
-        raise Refusal("not-clean", f"{folder} has the overlay applied; give an unmodified vLLM.")
+        raise Refusal("source-changed", f"{folder} has the overlay applied; give an unmodified vLLM.")
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in (folder / "vllm").rglob("*")

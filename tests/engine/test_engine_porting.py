@@ -34,7 +34,7 @@ def test_the_release_itself(ask):
 
 @pytest.mark.parametrize("path, text, why", [
     ("PKG-INFO", b"Name: vllm\nVersion: 1.0.0\n", "wrong-release: {new} holds vLLM 1.0.0, not 1.0.1."),
-    ("vllm/_dsv4_overlay/x", b"", "not-clean: {new} has the overlay applied; give an unmodified vLLM."),
+    ("vllm/_dsv4_overlay/x", b"", "source-changed: {new} has the overlay applied; give an unmodified vLLM."),
 ])  # fmt: skip
 def test_a_folder_that_is_not_what_was_asked_about(ask, tmp_path, path, text, why):
     assert ask(PRISTINE | {path: text}) == (2, f"error: {why.format(new=tmp_path / 'new')}\n")
