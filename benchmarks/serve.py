@@ -173,8 +173,14 @@ class Running:
         found = PREEMPTIONS.findall(self.get("/metrics") or "")
         return sum(map(float, found)) if found else None
 
+    def version(self) -> str | None:
+        """vLLM's, which may be another than this Python's; None if the server does not say."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return json.loads(self.get("/version") or "")["version"]
+        return None
+
     def facts(self) -> dict[str, Any]:
-        return {"base_url": self.url}
+        return {"base_url": self.url, "vllm": self.version()}
 
 
 class Server(Running):
@@ -229,7 +235,8 @@ class Server(Running):
         tokens = int(found[-1].replace(",", "")) if found else 0
         start = {"seconds": round(self.seconds, 1), "compiled": self.costs}
         served = sorted(set(SERVED.findall(log)))
-        return {"kv_cache_tokens": tokens, "sparse_calls": served, "start": start, "command": self.command}
+        return {"vllm": self.version(), "kv_cache_tokens": tokens, "sparse_calls": served, "start": start,
+                "command": self.command}  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):  # SIGINT is ignored by what a shell started with &

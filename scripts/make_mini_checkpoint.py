@@ -53,8 +53,8 @@ def recipe_of(args: argparse.Namespace) -> BaseRecipe:
             raise ValueError(f"--dequantised needs a --layout out of {', '.join(LAYOUTS)}")
         layout = Dequantised(layout)
     heads = args.heads if args.heads is not None else model.Shape.heads
-    if heads < 8 or heads % 8:
-        raise ValueError(f"--heads must be a multiple of 8, and is {heads}")
+    if heads % 8 or not 8 <= heads <= 128:
+        raise ValueError(f"--heads must be a multiple of 8 up to 128, and is {heads}")
     sizes = {"heads": heads, "moe_intermediate": args.moe_intermediate_size}
     if args.kv_rms is not None:
         if args.model != "v4":
@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--heads",
         type=int,
-        help="of attention, a multiple of 8: with 32 a rank of TP 4 has 8 heads (in V4 one output group), as one "
-        "of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V3.2 128, the others 64)",
+        help="of attention, a multiple of 8 up to 128: with 32 a rank of TP 4 has 8 heads (in V4 one output "
+        "group), as one of V4-Flash or GLM-5 has at TP 8 (default: the public model's, V3.2 128, the others 64)",
     )
     parser.add_argument("--kv-rms", type=float, help=f"of V4's keys and values (default: {Shape.kv_rms})")
     parser.add_argument("--dspark", action="store_true", help="DSpark's draft, in V4 in place of its MTP layer")

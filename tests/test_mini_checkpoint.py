@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -608,9 +609,10 @@ def test_options_of_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mini, "write_checkpoint", lambda out, recipe, **_: configs.append(recipe.config()))
     assert mini.main([str(tmp_path)]) == mini.main([str(tmp_path), "--heads", "32"]) == 0
     assert [(c["num_attention_heads"], c["o_groups"]) for c in configs] == [(64, 8), (32, 4)]
-    with pytest.raises(SystemExit):
-        mini.main([str(tmp_path), "--heads", "12"])
-    assert "--heads must be a multiple of 8, and is 12" in capsys.readouterr().err
+    for heads in ("12", "136"):
+        with pytest.raises(SystemExit):
+            mini.main([str(tmp_path), "--heads", heads])
+        assert f"--heads must be a multiple of 8 up to 128, and is {heads}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         mini.main([str(tmp_path), "--model", "glm-5", "--dspark"])
     assert "--dspark is of --model v4 and v4.1" in capsys.readouterr().err
@@ -650,3 +652,11 @@ def test_a_quantised_run_is_repeated_by_other_software_and_on_other_gpus(checkpo
         args = SimpleNamespace(folder=checkpoint.parent, work=tmp_path, steps=3, tp=1, where=where)
         assert quantised_e2e.run("a", checkpoint.name, {}, 1, None, [[1]], args)["ok"]
     assert started == [("1", "A"), ("2", "A"), ("2", "B")]
+
+
+def test_a_full_disk_is_said(tmp_path):
+    command = f"ulimit -f 64; {sys.executable} {mini.__file__} {tmp_path}/mini --heads 8 --quiet"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "mini/config.json").exists()
+    assert re.search(r"error: \S+-00001-of-\d+\.safetensors cannot be written \(.*File too large", done.stderr)
+    assert "Traceback" not in done.stderr

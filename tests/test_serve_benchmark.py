@@ -38,6 +38,8 @@ if arguments[0] == "serve":
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.answer(200)
+            if self.path == "/version":
+                self.wfile.write(json.dumps({{"version": "0.22.1"}}).encode())
             if self.path == "/metrics" and os.environ.get("PREEMPTS"):
                 benches = open(os.environ["CALLS"]).read().count('["bench"')
                 text = 'vllm:num_preemptions_total%s %d.0' % (chr(123) + 'engine="0"' + chr(125), benches)
@@ -157,6 +159,7 @@ def test_every_run_once_and_resumed(serve, tmp_path):
     result = json.loads((tmp_path / "serve.json").read_text())
     assert list(result["runs"]) == ["FlashMLA", "DropIn", "BF16", "FP8"]
     assert result["runs"]["BF16"]["kv_cache_tokens"] == 1234567 and result["output_len"] == 8192
+    assert result["runs"]["BF16"]["vllm"] == "0.22.1"
     assert result["runs"]["BF16"]["sparse_calls"] == ["The drop-in (x) has FlashMLA's sparse calls."]
     (compiled,) = result["runs"]["BF16"]["concurrency"]["2"]["compiled"]
     assert compiled.endswith("/late_kernel.cubin")
@@ -325,6 +328,7 @@ def test_a_server_that_runs(serve, tmp_path):
     assert calls[-1][calls[-1].index("--base-url") + 1] == url
     result = json.loads((tmp_path / "serve.json").read_text())
     assert result["weights"] == "the server's" and result["runs"]["server"]["base_url"] == url
+    assert result["runs"]["server"]["vllm"] == "0.22.1"
     assert "| 4 | server | 1,000.00 |" in done.stdout
     assert result["runs"]["server"]["concurrency"]["4"]["preemptions"] is None  # it does not say
 

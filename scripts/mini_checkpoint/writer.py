@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -57,7 +58,9 @@ def write_checkpoint(
     threads: int | None = None,
     log: Callable[[str], None] = print,
 ) -> int:
-    """Write everything; the number of bytes of weights. Raises ValueError if `out` holds other weights."""
+    """Write everything; the number of bytes of weights. Raises ValueError if `out` holds other weights, OSError if
+    it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     config = recipe.config()
@@ -82,7 +85,10 @@ def write_checkpoint(
                     if ".experts." not in line or ".experts.0." in line:
                         log("  " + line)
                     tensors.update(made)
-                save_file(tensors, str(out / file), metadata={"format": "pt"})
+                try:
+                    save_file(tensors, str(out / file), metadata={"format": "pt"})
+                except SafetensorError as error:  # a full disk, say
+                    raise OSError(errno.EIO, str(error), str(out / file)) from error
                 index.update(dict.fromkeys(tensors, file))
                 total += sum(t.numel() * t.element_size() for t in tensors.values())
     finally:
