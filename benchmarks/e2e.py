@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -125,7 +126,7 @@ def check_out(out: Path) -> None:
 def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [g for g in named.split(",") if g]
+        return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), named.split(",")))  # as CUDA reads it
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -22,6 +22,7 @@ model=$(python3 -c "$name" "$url" 2>/dev/null) || {
     echo "No OpenAI server answers at $url/v1/models; start one with vllm serve." >&2
     exit 1
 }
+mkdir -p "$out" 2>/dev/null && [ -w "$out" ] || { echo "$out cannot be written; give a folder." >&2; exit 1; }
 if [ ! -e "$venv/complete" ]; then
     python3 -m venv --clear "$venv"
     "$venv/bin/pip" install -q "lm-eval[api]==$version"

@@ -957,8 +957,9 @@ def refuses(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_gpu(refuses, monkeypatch, script):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "needs 1 GPU; 0 are visible" in refuses(script)
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert "needs 1 GPU; 0 are visible" in refuses(script)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")  # nor nvidia-smi
     assert "needs 1 GPU; 0 are visible" in refuses(script)

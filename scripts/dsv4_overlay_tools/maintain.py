@@ -531,6 +531,8 @@ def check_main(argv: list[str], root: Path) -> int:
     args = parser.parse_args(argv)
     if args.pristine and not args.release:
         parser.error("--pristine needs RELEASE")
+    if args.pristine and args.wheels:
+        parser.error("--wheels reads the wheels of the index, and takes no --pristine")
     if args.wheels:
         try:
             pinned = pinned_files(root)

@@ -278,6 +278,9 @@ def test_wheels_of_the_index(engine, wheels, capsys):
     assert "error: download-failed: No wheel of vLLM 0.9.9 at " in error and "check the number of the rel" in error
     assert check_main(["3.0.0", "--wheels"], engine.root) == 1  # of which nothing is pinned
     assert "error: wrong-release: There is no patch series for vLLM 3.0.0; " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        check_main([RELEASE, "--wheels", "--pristine", str(engine.root)], engine.root)
+    assert "--wheels reads the wheels of the index, and takes no --pristine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranges", [True, False])
