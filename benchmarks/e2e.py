@@ -242,12 +242,15 @@ def stand_in(name: str) -> None:
     """
     import torch
     import triton
+    from torch._dynamo.device_interface import CudaInterface
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
     capability = CAPABILITIES[name]
-    # FlashInfer and Triton compile for the GPU that is there.
-    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "{}.{}a".format(*torch.cuda.get_device_capability())
+    # FlashInfer, Inductor and Triton compile for the GPU that is there.
+    major, minor = torch.cuda.get_device_capability()
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{major}.{minor}a"
+    CudaInterface.get_compute_capability = staticmethod(lambda device=None: 10 * major + minor)
     triton.runtime.driver.active.get_current_target()  # which keeps torch's own function from here on
     torch.cuda.get_device_capability = lambda device=None: capability
     found = DeviceCapability(*capability)

@@ -375,16 +375,29 @@ def models_v32_8heads() -> str:
     return "\n".join(tables)
 
 
-def models_v32_fa3() -> str:
+def rates_and_steps(runs: dict[str, Any], names: dict[str, str]) -> str:
     """Tokens a second, and milliseconds of the GPU in a decode step."""
-    runs = load("throughput_v32_8heads_32layers_h200_0.33.0")["runs"]
-    batches = sorted(runs["flashmla_bf16"]["decode"], key=int)
+    batches = sorted(next(iter(runs.values()))["decode"], key=int)
     rows = []
-    for run, name in ({"drop_in_bf16": "FLASHMLA_SPARSE, drop-in"} | V32_AND_FA3).items():
+    for run, name in names.items():
         steps = (runs[run]["decode"][n]["step"]["busy_us"] for n in batches)
         speed = (f"{rate:.0f}" for rate in rates(runs[run]))
         rows.append([name, *speed, ", ".join(f"{us / 1e3:.2f}" for us in steps)])
     return markdown([*speeds_head(runs)[:-1], f"GPU's ms in a step of {', '.join(batches)}"], rows)
+
+
+def models_v32_fa3() -> str:
+    runs = load("throughput_v32_8heads_32layers_h200_0.33.0")["runs"]
+    return rates_and_steps(runs, {"drop_in_bf16": "FLASHMLA_SPARSE, drop-in"} | V32_AND_FA3)
+
+
+def models_v32_16heads() -> str:
+    """A table for each cache, as other batches were measured."""
+    bf16, fp8 = (load(f"throughput_v32_16heads_{store}_h200_0.33.0")["runs"] for store in ("bf16", "fp8"))
+    tables = (bf16, {run: f"BF16 cache, {name}" for run, name in V32_AND_FA3.items()}), (
+        fp8, {f"{run}_fp8": f"FP8 cache, {name}" for run, name in V32.items()}
+    )  # fmt: skip
+    return "\n".join(rates_and_steps(*table) for table in tables)
 
 
 def layouts() -> str:
@@ -536,7 +549,7 @@ def steps() -> str:
 FIGURES = {figure.__name__: figure for figure in (
     headline, by_heads, more_heads, choosing, attention, stock_rows, others, portable, h100, roofline, accuracy,
     row_sizes, one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5,
-    models_glm5_16heads, layouts,
+    models_v32_16heads, models_glm5_16heads, layouts,
     serving, serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
     serving_dspark_in_turns, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip

@@ -221,8 +221,10 @@ def test_a_gpu_stands_in_for_another(monkeypatch, name, capability):
     asked = []
     cuda = SimpleNamespace(get_device_capability=lambda device=None: (9, 0))
     active = SimpleNamespace(get_current_target=lambda: asked.append(cuda.get_device_capability()))
+    inductor = SimpleNamespace()
     fakes = {
         "torch": SimpleNamespace(cuda=cuda),
+        "torch._dynamo.device_interface": SimpleNamespace(CudaInterface=inductor),
         "triton": SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active))),
         "vllm.platforms": SimpleNamespace(current_platform=Platform()),
         "vllm.platforms.interface": SimpleNamespace(DeviceCapability=lambda *capability: capability),
@@ -233,6 +235,7 @@ def test_a_gpu_stands_in_for_another(monkeypatch, name, capability):
     e2e.stand_in(name)
     assert asked == [(9, 0)] and e2e.os.environ == {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
     assert cuda.get_device_capability(0) == Platform.get_device_capability(device_id=1) == capability
+    assert inductor.get_compute_capability() == 90
 
 
 def distance(kl, logprobs):
