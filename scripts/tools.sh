@@ -2,7 +2,8 @@
 # Run one of the tools (apply, export, check) in an environment of its own; called by the other scripts.
 set -eu
 # The Python whose vLLM --installed means; also makes the tools' environment.
-if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then
+if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ] &&
+    [ "$(command -v python3)" != "${CONDA_PREFIX:-none}/bin/python3" ]; then # conda activate leaves VIRTUAL_ENV
     python=$VIRTUAL_ENV/bin/python
 elif ! python=$(command -v python3 || command -v python); then
     echo "error: bootstrap-failed: there is no python3 on PATH; install Python 3.10 or newer." >&2

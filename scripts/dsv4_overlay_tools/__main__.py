@@ -42,6 +42,7 @@ def main(command="", *arguments):
             os._exit(1)
 
     sys.unraisablehook = unraisable
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # bootstrap.py has it wait
         if command not in COMMANDS and not command.endswith(".py"):

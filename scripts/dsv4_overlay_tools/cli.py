@@ -18,7 +18,7 @@ from .errors import Refusal
 from .files import check_writable, read
 from .planning import as_built, build_plan
 from .record import changed_since, edited, original_lost, read_record, survey
-from .series import Mismatch, Stack, find_series, load_series, release_folders, series_of, sha256
+from .series import Mismatch, Stack, find_series, load_overlay, load_series, release_folders, series_of, sha256
 from .target import Target, check_index, check_relied_on, detect, locate_installed
 
 DESCRIPTION = "Put the DeepSeek-V4 overlay onto a pinned vLLM, or take it off again."
@@ -200,7 +200,9 @@ def _run(args: argparse.Namespace, root: Path, report: Report) -> None:
                 raise
     if args.fetch:
         data["release"] = args.fetch
-        fetch.fetch(find_series(root, args.fetch, args.series).series[0], args.fetch, args.target)
+        stack = find_series(root, args.fetch, args.series)
+        _check_kernels(root, set(load_overlay(root, stack)))  # before anything is unpacked
+        fetch.fetch(stack.series[0], args.fetch, args.target)
     path = args.target
     if args.installed:
         # The shell script names the Python that was active when it was called.
@@ -273,14 +275,7 @@ def _apply(mode: str, root: Path, report: Report, target: Target, names: list[st
         raise
     _check_relied_on(report, target, series)
     paths = {change.path for change in plan.changes}
-    notes = [] if mode == "status" else _of_kernels(root, paths)
-    if notes and LIBRARY in paths:
-        raise Refusal(
-            "other-sources",
-            f"{root / 'overlay/common' / LIBRARY} was not built from csrc as it is; run scripts/build-kernels.sh, "
-            "or delete the file to apply without native kernels.",
-            path=LIBRARY,
-        )
+    notes = [] if mode == "status" else _check_kernels(root, paths)
     if mode == "check":
         check_writable(plan.places)
     data["state"] = "clean"
@@ -325,6 +320,19 @@ def _of_kernels(root: Path, paths: set[str]) -> list[str]:
         return []
     return [f"{library} was not built from csrc as it is; run scripts/build-kernels.sh, then --revert and apply "
             "again"]  # fmt: skip
+
+
+def _check_kernels(root: Path, paths: set[str]) -> list[str]:
+    """`_of_kernels`. Raises Refusal(other-sources) if they would be applied, and are of other sources."""
+    notes = _of_kernels(root, paths)
+    if notes and LIBRARY in paths:
+        raise Refusal(
+            "other-sources",
+            f"{root / 'overlay/common' / LIBRARY} was not built from csrc as it is; run scripts/build-kernels.sh, "
+            "or delete the file to apply without native kernels.",
+            path=LIBRARY,
+        )
+    return notes
 
 
 def _refuse_remains(root: Path, target: Target) -> None:

@@ -266,10 +266,15 @@ def unpinned(release: str) -> Path:
 
 
 def _unpack(source: Path, folder: Path) -> None:
-    # Python 3.11.2, which is Debian 12's, has no filter; the archive is the pinned one.
-    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(source) as tar:
-        tar.extractall(folder, **options)
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+            return
+        # Python 3.11.2, which is Debian 12's. The archive is the pinned one; as above it is the user's.
+        tar.chown = lambda *member: None
+        for member in tar:
+            member.mode &= ~0o022
+        tar.extractall(folder)
 
 
 def _refuse_used(target: Path) -> None:

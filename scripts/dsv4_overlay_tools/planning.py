@@ -106,9 +106,11 @@ def _added(root: Path, overlay: dict[str, OverlayFile]) -> tuple[list[Change], l
         taken = [path] if os.path.lexists(root / path) else []
         taken += [p for p in parents if os.path.lexists(root / p) and not (root / p).is_dir()]
         if taken:
+            ours = taken == [path] and real.is_file() and read(real) == file.data
+            whose = "as this overlay has it, but no record tells of it" if ours else "and is not from this overlay"
             raise Refusal(
                 "file-in-the-way",
-                f"{taken[-1]} is already in {root} and is not from this overlay; move it away.",
+                f"{taken[-1]} is already in {root} {whose}; move it away.",
                 path=taken[-1],
             )
         directories |= {parent for parent in parents if not (root / parent).exists()}

@@ -126,7 +126,7 @@ def state_of(root: Path) -> str:
         raise Refusal(
             "record-lost",
             f"{RECORD} is gone but {ORIGINALS}/ is there, so what was changed is unknown; install "
-            "vLLM afresh.",
+            f"vLLM afresh, or restore its files by git and remove {place}.",
             path=RECORD,
         )
     return "begun"

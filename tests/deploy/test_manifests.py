@@ -419,6 +419,9 @@ def test_servers_wait_for_what_the_job_fetches(tmp_path):
     hub.write_text("def snapshot_download(model, revision): return 'done'\n")
     assert ran([sys.executable, "-c", fetch]).returncode == 0
     assert ran(wait).returncode == 0
+    hub.write_text("def snapshot_download(model, revision): raise OSError('full')\n")  # of what main is by now
+    assert ran([sys.executable, "-c", fetch]).returncode == 1
+    assert ran(wait).returncode == 124
     variables["MODEL"] = str(tmp_path)  # a folder needs no fetch
     assert ran(wait).returncode == 0
 

@@ -172,6 +172,22 @@ def test_tools_without_pip(tmp_path, monkeypatch):
         fetch.pip_sources()
 
 
+@pytest.mark.parametrize("filters", [True, False])
+def test_what_is_unpacked_is_the_users_own(engine, index, tmp_path, monkeypatch, filters):
+    """Not of the user that the archive names, nor for a group to write; also by Python 3.11.2."""
+    if not filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    owners = {}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, *owner, **how: owners.update({os.path.basename(path): owner}))
+    more = tarfile.TarInfo(f"vllm-{RELEASE}/vllm/for_all.py")
+    more.mode, more.uid, more.gid = 0o666, 1000, 1000
+    index(make_archive(extra=[more]))
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+    assert (tmp_path / "tree/vllm/for_all.py").stat().st_mode & 0o022 == 0
+    assert owners.get("for_all.py", (-1, -1)) == (-1, -1)
+
+
 @pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python's tarfile has no filters")
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped"])
 def test_an_archive_that_writes_elsewhere(engine, index, tmp_path, name):

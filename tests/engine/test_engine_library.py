@@ -132,6 +132,8 @@ def test_a_library_of_other_sources_is_refused(engine, tmp_path):
         message = engine.refused("other-sources", target, *mode)["message"]
         assert "was not built from csrc as it is; run scripts/build-kernels.sh, or delete the file" in message
         assert snapshot(target) == before
+    engine.refused("other-sources", "--fetch", RELEASE, tmp_path / "fetched/tree")
+    assert not (tmp_path / "fetched").exists()
     (engine.root / "csrc/b.cu").write_bytes(b"two")
     engine.ok(target)
     (engine.root / "csrc/b.cu").write_bytes(b"three")

@@ -11,6 +11,7 @@ from dsv4_overlay_tools.record import seal
 from smallworld import (
     EDITED,
     KINDS,
+    OVERLAY,
     PRISTINE,
     RELEASE,
     SERIES,
@@ -193,6 +194,14 @@ def test_file_in_the_way(engine, target, path):
     (target / path).parent.mkdir(exist_ok=True)
     (target / path).write_bytes(b"somebody else's\n")
     assert refused(engine, "file-in-the-way", target)["path"] == path
+
+
+def test_a_file_of_the_overlay_without_its_record(engine, target):
+    """As git stash leaves what git ignores."""
+    (target / "vllm/dsv4").mkdir()
+    (target / "vllm/dsv4/main.py").write_bytes(OVERLAY["common/vllm/dsv4/main.py"])
+    message = refused(engine, "file-in-the-way", target)["message"]
+    assert "as this overlay has it, but no record tells of it; move it away." in message
 
 
 def test_a_dangling_link_is_in_the_way_too(engine, tmp_path):

@@ -66,6 +66,10 @@ def test_output_is_that_of_the_tool_only(scripts, tmp_path):
     out, _ = start(scripts / "apply-patches.sh", env=env).communicate()
     assert out.splitlines()[0].endswith(str(tmp_path / "v/bin/python"))
     assert out.splitlines()[1] == where
+    # What conda activates after it comes first on PATH, and leaves VIRTUAL_ENV.
+    conda = {"CONDA_PREFIX": os.path.dirname(os.path.dirname(python))}
+    out, _ = start(scripts / "apply-patches.sh", env=env | conda).communicate()
+    assert out.splitlines()[0].endswith(f" {python}")
 
     (scripts / "requirements.txt").write_text("# other ones make another environment\n")
     out, err = start(scripts / "apply-patches.sh", env=env).communicate()
@@ -250,6 +254,18 @@ def test_a_damaged_environment(ready, copied, tmp_path, damage):
     run = start(copied / "scripts/check-series.sh", env=ready)
     out, err = run.communicate()
     assert (run.returncode, out, err.count("\n")) == (1, "", 1) and err.startswith("error: bootstrap-failed: ")
+
+
+def test_a_path_that_is_no_text(copied, tmp_path):
+    """Where the locale's encoding does not write it."""
+    target = make_target(Path(os.fsdecode(os.fsencode(tmp_path) + b"/v\xff")), "source")
+    main = str(copied / "scripts/dsv4_overlay_tools/__main__.py")
+    program = (
+        "import io, runpy, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach(), 'utf-8'); "
+        f"sys.argv[0] = {main!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", program, "apply", target], capture_output=True, text=True)
+    assert done.returncode == 0 and "/v\\udcff: applied" in done.stdout, done.stderr
 
 
 def test_standard_output_that_is_full(ready, copied, tmp_path):

@@ -288,6 +288,16 @@ def test_minimum_and_maximum_lengths(device, provider, kv_dtype):
         assert excess_error(case.run(provider), case.expected()) < case.tolerance(provider)
 
 
+def test_lengths_below_the_window(device, provider):
+    """As stale memory may hold: no compressed row counts, also where a length less 128 wraps."""
+    case = Case(device, tokens=3, heads=8, seed=4)
+    case.visible[:] = 10_000
+    case.topk_lens[:] = torch.tensor([0, -(2**31), 127 - 2**31], dtype=torch.int32)
+    out = case.run(provider)
+    case.topk_lens[:] = 128
+    assert excess_error(out, case.expected()) < case.tolerance(provider)
+
+
 def test_padding_tokens_are_zero(device, provider):
     """Rows of CUDA-graph padding: nothing visible, stale lengths and indices."""
     case = Case(device, tokens=6, heads=8, seed=3)

@@ -101,7 +101,7 @@ def _compress_kernel(
         state = (
             state_cache
             + block * state_block_stride
-            + source_position % STATE_BLOCK_SIZE * state_row_stride
+            + (source_position % STATE_BLOCK_SIZE).to(tl.int64) * state_row_stride
         )
         if OVERLAP:
             # The older half of the window reads the first channels of a state, the

@@ -73,7 +73,7 @@ def _state_row(back, at, states, STATE_BLOCK_SIZE: tl.constexpr):
     saved = (
         state_cache
         + block * state_block_stride
-        + source_position % STATE_BLOCK_SIZE * state_row_stride
+        + (source_position % STATE_BLOCK_SIZE).to(tl.int64) * state_row_stride
     )
     return tl.where(fresh, batch + source * batch_stride, saved), fresh, exists
 

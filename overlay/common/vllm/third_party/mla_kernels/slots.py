@@ -119,9 +119,10 @@ def columns_in_use(slots: torch.Tensor) -> torch.Tensor:
     """
     tokens, columns = slots.shape
     used = torch.empty(tokens, dtype=torch.int32, device=slots.device)
-    _columns_kernel[(tokens,)](
-        slots, used, slots.stride(0), columns, BLOCK=4 * _BLOCK, num_warps=4
-    )
+    with torch.cuda.device_of(slots):
+        _columns_kernel[(tokens,)](
+            slots, used, slots.stride(0), columns, BLOCK=4 * _BLOCK, num_warps=4
+        )
     return used
 
 

@@ -212,15 +212,17 @@ def _attend_kernel(
 
     length0 = columns0
     if lengths0_ptr is not None:
-        length0 = tl.maximum(
-            tl.minimum(tl.load(lengths0_ptr + token) - BASES[0], columns0), 0
+        length0 = tl.minimum(
+            tl.maximum(tl.load(lengths0_ptr + token), BASES[0]) - BASES[0],
+            columns0,
         )
     length1 = 0
     if len(BASES) == 2:
         length1 = columns1
         if lengths1_ptr is not None:
-            length1 = tl.maximum(
-                tl.minimum(tl.load(lengths1_ptr + token) - BASES[1], columns1), 0
+            length1 = tl.minimum(
+                tl.maximum(tl.load(lengths1_ptr + token), BASES[1]) - BASES[1],
+                columns1,
             )
     if visible_ptr is not None:
         visible = tl.load(visible_ptr + token) > 0
