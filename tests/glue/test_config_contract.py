@@ -48,7 +48,7 @@ def hopper(monkeypatch):
 
 
 def on_gpu(monkeypatch, capability):
-    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda device_id: capability)
     monkeypatch.setattr(config, "current_platform", platform)
 
 
@@ -317,6 +317,18 @@ def test_block_sizes(block_size):
         assert verify(asked).cache_config.cache_dtype == "bfloat16"
     else:
         assert f"needs blocks of 256 tokens, and --block-size is {block_size};" in refusal(asked)
+
+
+def test_a_worker_checks_its_own_gpu(monkeypatch):
+    """Of a host with several kinds; before there is a worker, the first."""
+    kinds = [DeviceCapability(9, 0), DeviceCapability(8, 0)]
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=kinds.__getitem__)
+    monkeypatch.setattr(config, "current_platform", platform)
+    config.check_machine()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match="compute capability 8.0"):
+        config.check_machine()
 
 
 def test_no_gpu_is_refused(monkeypatch):

@@ -35,7 +35,7 @@ from mini_checkpoint.quantised import (  # noqa: E402
     modelopt_nvfp4,
 )
 from mini_checkpoint.writer import write_names  # noqa: E402
-from vllm.dsv4_overlay import checkpoint_files, quantised_linears, weight_formats  # noqa: E402
+from vllm.dsv4_overlay import checkpoint_files, drop_in, quantised_linears, weight_formats  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 
@@ -379,6 +379,26 @@ def test_dsparks_draft_is_refused_where_the_series_has_work(monkeypatch, needed)
         return quantised_linears.adapt(config)
     with pytest.raises(ValueError, match=r"^The series quantised-linears does not load DSpark's draft [^.]*\.$"):
         quantised_linears.adapt(config)
+
+
+def test_what_is_compiled_for_other_tensors_is_not_found(monkeypatch):
+    """By vLLM's hash of the configuration, which has nothing else of the files."""
+    monkeypatch.setattr(quantised_linears, "_needed", lambda *_: True)
+    hashed = []
+    for names in (["a.weight"], ["a.weight", "a.weight_scale"], ["a.weight_scale", "a.weight"], []):
+        files = dict.fromkeys(names, "a file")
+        found = quantised_linears.Checkpoint.of_files(files) if files else None
+        monkeypatch.setattr(quantised_linears, "_read", lambda *_, found=found: found)
+        quant = SimpleNamespace(packed_modules_mapping={}, get_quant_method=print, get_name=lambda: "fp8")
+        config = SimpleNamespace(
+            quant_config=quant, speculative_config=None, additional_config={}, load_config=SimpleNamespace(
+                load_format="auto", download_dir=None), model_config=SimpleNamespace(
+                model="none", revision=None, hf_config=SimpleNamespace(num_hidden_layers=1)),
+        )  # fmt: skip
+        quantised_linears.adapt(config)
+        assert drop_in.switched_on(config.additional_config)
+        hashed.append(json.dumps(config.additional_config, sort_keys=True))
+    assert hashed[1] == hashed[2] and len(set(hashed)) == 3
 
 
 def test_weights_that_vllm_quantises_at_load_are_left_to_it():

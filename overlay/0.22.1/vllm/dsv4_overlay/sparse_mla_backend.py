@@ -89,9 +89,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         # As the indexer's builder, so that both agree on what a decode is.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        # Tokens of a step, counted from 1.
-        self._number = torch.arange(1, tokens + 1, dtype=torch.int32, device=device)
-        # Graphs keep their addresses.
+        # Graphs keep their addresses. All are written in each step: sleep mode discards
+        # what a builder holds.
+        self._number = torch.empty(tokens, dtype=torch.int32, device=device)
         self._req_id_per_token = torch.empty_like(self._number)
         self._keys_per_token = torch.empty_like(self._number)
         self._workspace_rows = workspace_rows(vllm_config)
@@ -104,7 +104,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     ) -> SparseMLAMetadata:
         common = common_attn_metadata
         tokens = common.num_actual_tokens
-        number, ends = self._number[:tokens], common.query_start_loc[1:]
+        ends = common.query_start_loc[1:]
+        number = torch.arange(1, tokens + 1, out=self._number[:tokens])
         req_id_per_token = self._req_id_per_token[:tokens]
         keys_per_token = self._keys_per_token[:tokens]
         # Tokens past the last request's are padding, and get the number of requests.

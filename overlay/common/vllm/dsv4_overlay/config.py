@@ -361,9 +361,11 @@ def serves(capability: tuple[int, int] | None) -> bool:
 
 
 def _capability() -> "DeviceCapability | None":
-    return (
-        current_platform.get_device_capability() if current_platform.is_cuda() else None
-    )
+    if not current_platform.is_cuda():
+        return None
+    # A worker's own GPU, as a host may have several kinds.
+    own = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return current_platform.get_device_capability(own)
 
 
 def _served_capability() -> tuple[int, int]:

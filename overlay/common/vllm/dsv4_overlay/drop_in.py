@@ -27,6 +27,7 @@ logger = init_logger(__name__)
 
 SETTING, VARIABLE = "dsv4_drop_in", "VLLM_DSV4_DROP_IN"
 _WIDTHS_FOUND = "dsv4_drop_in_widths"
+_FOUND = (_WIDTHS_FOUND, "dsv4_checkpoint_found")  # ours, and quantised_linears'
 _SCALES, _FP8_EXPERTS = "dsv4_scales", "dsv4_fp8_experts"
 _OPTIONS = (SETTING, _SCALES, _FP8_EXPERTS)
 _PROVIDER = "sm90"
@@ -213,7 +214,7 @@ def switched_on(additional_config: object) -> bool:
         )
     options = additional_config if isinstance(additional_config, dict) else {}
     for name in options:
-        if str(name).startswith("dsv4_") and name not in (*_OPTIONS, _WIDTHS_FOUND):
+        if str(name).startswith("dsv4_") and name not in (*_OPTIONS, *_FOUND):
             raise ValueError(
                 f"--additional-config has no option {name}; those of the overlay are "
                 f"{', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}."

@@ -19,6 +19,7 @@ as without this module.
 import contextlib
 import copy
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +58,7 @@ _LINEAR = re.compile(
     r"\.(w[123]|wq_a|wq_b|wkv|wgate|wo_a|wo_b|weights_proj|e_proj|h_proj)$"
 )
 _ALWAYS_PLAIN = re.compile(r"\.(compressor\.(wkv|wgate)|weights_proj)$")  # to vLLM
+_FOUND = "dsv4_checkpoint_found"  # drop_in.switched_on knows it
 _OPTIONAL = re.compile(r"\.attn\.[kq]_scale$")  # of the FP8 cache: scales.py
 # Kernels and methods of 0.20.2 and 0.21.0 that clamp SwiGLU, with the patches. Later
 # releases tell such kernels apart themselves.
@@ -131,6 +133,14 @@ def adapt(vllm_config: "VllmConfig") -> None:
             "that needs the series; omit --speculative-config."
         )
     quant_config.dsv4_checkpoint = checkpoint
+    if isinstance(vllm_config.additional_config, dict):
+        # vLLM hashes this: up to 0.22.1 it compiles the layers as they are quantised,
+        # and would load what was compiled for other files.
+        parts = checkpoint and {
+            module: sorted(found) for module, found in checkpoint.parts.items()
+        }
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+        vllm_config.additional_config[_FOUND] = digest.hexdigest()
     quant_config.packed_modules_mapping = {
         **quant_config.packed_modules_mapping,
         **FUSED,
