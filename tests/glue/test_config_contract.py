@@ -48,7 +48,7 @@ def hopper(monkeypatch):
 
 
 def on_gpu(monkeypatch, capability):
-    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda device_id: capability)
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda device_id=0: capability)
     monkeypatch.setattr(config, "current_platform", platform)
 
 
