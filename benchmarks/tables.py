@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -60,7 +60,8 @@ CURRENT = "accuracy_e2e_h200_64heads"
 MODELS = {"V4-Flash's shape, TP 4": "throughput_flash_h200x4", "mini checkpoint": "throughput_mini_h200"}
 MODEL_SHARE = ("throughput_flash_share_h200", "throughput_flash_share_fp8_experts_h200")
 V32 = {"flashmla": "FLASHMLA_SPARSE", "sparse": "MLA_KERNELS_SPARSE"}
-V32_AND_FA3 = {f"{run}_bf16": name for run, name in (V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}).items()}
+WITH_FA3 = V32 | {"fa3": "FLASH_ATTN_MLA_SPARSE"}  # over a BF16 cache only
+V32_AND_FA3 = {f"{run}_bf16": name for run, name in WITH_FA3.items()}
 WITH_SMALL = V32 | {"sparse": f"{V32['sparse']}, `small-kernels`"}
 # The BF16 cache was measured again, with `small-kernels`: later files have what counts.
 V32_RUNS = ("throughput_v32_h200", "throughput_v32_bf16_stock_h200", "throughput_v32_bf16_small_h200")
@@ -348,16 +349,22 @@ def models_glm5() -> str:
     return markdown(speeds_head(runs), speeds(runs, V32_AND_FA3))
 
 
+def over_cache(store: str, names: dict[str, str]) -> dict[str, str]:
+    return {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in names.items()}
+
+
+def of_16heads(model: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """For each cache, as other batches were measured: runs on 0.33.0, and their names."""
+    for store, names in {"bf16": WITH_FA3, "fp8": V32}.items():
+        yield load(f"throughput_{model}_16heads_{store}_h200_0.33.0")["runs"], over_cache(store, names)
+
+
 def models_glm5_16heads() -> str:
-    """A table for each cache, as other batches were measured."""
-    bf16, fp8 = (load(f"throughput_glm5_16heads_{store}_h200_0.33.0")["runs"] for store in ("bf16", "fp8"))
-    names = {run: f"BF16 cache, {name}" for run, name in V32_AND_FA3.items()}
-    tables = (bf16, speeds(bf16, names)), (fp8, speeds_v32(fp8, "fp8", V32))
-    return "\n".join(markdown(speeds_head(runs), rows) for runs, rows in tables)
+    return "\n".join(markdown(speeds_head(runs), speeds(runs, names)) for runs, names in of_16heads("glm5"))
 
 
 def speeds_v32(runs: dict[str, Any], store: str, names: dict[str, str]) -> list[list[Any]]:
-    return speeds(runs, {f"{run}_{store}": f"{CACHES[store]} cache, {name}" for run, name in names.items()})
+    return speeds(runs, over_cache(store, names))
 
 
 def models_v32() -> str:
@@ -392,12 +399,7 @@ def models_v32_fa3() -> str:
 
 
 def models_v32_16heads() -> str:
-    """A table for each cache, as other batches were measured."""
-    bf16, fp8 = (load(f"throughput_v32_16heads_{store}_h200_0.33.0")["runs"] for store in ("bf16", "fp8"))
-    tables = (bf16, {run: f"BF16 cache, {name}" for run, name in V32_AND_FA3.items()}), (
-        fp8, {f"{run}_fp8": f"FP8 cache, {name}" for run, name in V32.items()}
-    )  # fmt: skip
-    return "\n".join(rates_and_steps(*table) for table in tables)
+    return "\n".join(rates_and_steps(runs, names) for runs, names in of_16heads("v32"))
 
 
 def layouts() -> str:
