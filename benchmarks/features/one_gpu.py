@@ -241,6 +241,16 @@ def preemption(run: Run) -> None:
 
 
 @step()
+def sleep(run: Run) -> None:
+    """Sleep mode, level 1: weights come back, and what else is needed is made anew."""
+    run.start(enable_sleep_mode=True)
+    run.generate(run.prompts)
+    run.llm.sleep(level=1)
+    run.llm.wake_up()
+    run.compare("output", run.reference(), run.generate(run.prompts, prompt_logprobs=True))
+
+
+@step()
 def aborts(run: Run) -> None:
     """Requests aborted in prefill and decode beside others, which must not notice."""
     run.start(**GRAPHS)

@@ -33,6 +33,7 @@ for name in ("supports_fp8", "supports_block_fp8", "supports_fp4"):
     library.impl(f"cutlass_scaled_mm_{name}", lambda capability: True, "CompositeExplicitAutograd")
 torch.cuda.Event = object
 
+import vllm.device_allocator.cumem as cumem  # noqa: E402
 import vllm.platforms as platforms  # noqa: E402
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
@@ -42,6 +43,7 @@ NonNvmlCudaPlatform.get_device_capability = classmethod(lambda cls, device_id=0:
 NonNvmlCudaPlatform.get_device_total_memory = classmethod(lambda cls, device_id=0: 141 << 30)
 NonNvmlCudaPlatform.get_device_name = classmethod(lambda cls, device_id=0: "NVIDIA H200")
 platforms._current_platform = NonNvmlCudaPlatform()
+cumem.cumem_available = True  # what sleep mode needs; in an extension of CUDA's
 
 import vllm.model_executor.models.registry as models  # noqa: E402
 

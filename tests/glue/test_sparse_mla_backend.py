@@ -380,6 +380,15 @@ def test_projections_are_absorbed_by_vllms_layer(cache_dtype, width, quantised, 
     assert error < 2**-6, error  # q after W_UK, attention and its output are rounded to BF16
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's operator is for GPUs")
+@pytest.mark.parametrize("tokens", (1, 33))
+def test_queries_are_joined(tokens):
+    """As vLLM's layer has them: heads first in memory, and RoPE inside wider rows."""
+    nope = torch.randn(HEADS, tokens, 512, device="cuda", dtype=BF16).transpose(0, 1)
+    rope = torch.randn(tokens, HEADS, 192, device="cuda", dtype=BF16)[..., 128:]
+    assert torch.equal(sparse_mla_attention._joined((nope, rope)), torch.cat((nope, rope), -1))
+
+
 @CACHES
 def test_what_benchmarks_count(cache_dtype, width, monkeypatch):
     """The calls of this backend, and those that the float32 reference serves in its place."""

@@ -6,6 +6,7 @@ prefills by themselves over a workspace of BF16 rows."""
 from dataclasses import dataclass
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
 from vllm.dsv4_overlay.sparse_mla import PAGE, workspace_rows
 from vllm.platforms import current_platform
@@ -22,6 +23,20 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.worker.workspace import current_workspace_manager
 
 _BLOCKS_AT_ONCE = 128  # bounds what is between packed rows and wide ones
+
+
+def _joined(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """A query as one tensor."""
+    if not isinstance(q, tuple):
+        return q
+    nope, rope = q
+    if not (nope.is_cuda and rope.shape[-1]):  # vLLM's operator is for these alone
+        return torch.cat(q, dim=-1)
+    out = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
+    ops.concat_mla_q(nope, rope, out)  # faster than torch.cat
+    return out
 
 
 def attend_slots(
@@ -46,8 +61,7 @@ def attend_slots(
         BF16 `[tokens, heads, 512]`, and natural log-sum-exp, float32 `[tokens, heads]`;
         zeros and +inf for a token without a key.
     """
-    if isinstance(q, tuple):
-        q = torch.cat(q, dim=-1)
+    q = _joined(q)
     if rows.dtype == torch.bfloat16:
         flat = rows.view(-1, 1, rows.shape[-1])  # never a copy of the cache
         out, _, lse = flash_mla_sparse_fwd(
@@ -195,8 +209,7 @@ def attend_separately(
         slots: int32 `[tokens, columns]`, those of prefills into the workspace.
         block_table: int32 `[requests, blocks]`.
     """
-    if isinstance(q, tuple):
-        q = torch.cat(q, dim=-1)
+    q = _joined(q)
     out = q.new_zeros(*q.shape[:2], 512)
     if n := plan.decode_tokens:
         out[:n], _ = attend_slots(q[:n], decode_rows, slots[:n], keys[:n], scale)
