@@ -53,6 +53,7 @@ IN_TURNS = ("serve_share_in_turns_h200", "serve_share_in_turns_h200_0.33.0")  # 
 SHARE = ("serve_share_h200", IN_TURNS[0])
 DSPARK = tuple(f"serve_share_dspark_{of}_h200_0.33.0" for of in ("stock", "drop_in"))
 DSPARK_IN_TURNS = ("serve_share_dspark_in_turns_h200_0.33.0",)
+DSPARK_AGAIN = ("serve_share_dspark_again_h200_0.33.0",)
 EXPERTS = tuple(f"serve_share_burst_{of}_h200" for of in ("stock", "fp8_graph", "fp8_16k"))
 # Of serve_report.KINDS, what a step has besides products, experts and mHC.
 SMALL = ("attention", "compressors and inserts", "index tables", "top-k", "fills", "quantisation")
@@ -477,6 +478,10 @@ def serving_dspark_in_turns() -> str:
     return of_servers(DSPARK_IN_TURNS)
 
 
+def serving_dspark_again() -> str:
+    return of_servers(DSPARK_AGAIN)
+
+
 def lengths(loads: Iterable[str], name: str) -> str:
     """By lengths of prompts and answers, of some of LOAD_FILES; `name` is what ours are called."""
     rows = []
@@ -553,7 +558,7 @@ FIGURES = {figure.__name__: figure for figure in (
     row_sizes, one_call, models, models_share, models_v32, models_v32_8heads, models_v32_fa3, models_glm5,
     models_v32_16heads, models_glm5_16heads, layouts,
     serving, serving_tp4_drop_in, serving_share, serving_share_in_turns, serving_experts, serving_dspark,
-    serving_dspark_in_turns, serving_steady, serving_long, small_costs, decode_step, steps,
+    serving_dspark_in_turns, serving_dspark_again, serving_steady, serving_long, small_costs, decode_step, steps,
 )}  # fmt: skip
 
 
