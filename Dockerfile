@@ -16,7 +16,7 @@ RUN python3 -B /src/docker/check.py base "$RELEASE" && \
 FROM ${BASE_IMAGE} AS kernels
 COPY --from=check /src/checked /src/
 COPY csrc /src/csrc
-COPY scripts/build-kernels.sh /src/scripts/
+COPY scripts/build-kernels.sh scripts/python.sh /src/scripts/
 COPY overlay/common/vllm/third_party/mla_kernels/native.py /src/overlay/common/vllm/third_party/mla_kernels/
 ARG MLA_CUDA_ARCHS="90a 100a 103a 120a"
 RUN /src/scripts/build-kernels.sh /out/libmla_kernels.so

@@ -70,12 +70,8 @@ cuda=$("$nvcc" --version | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
 [[ "${archs[*]}" =~ ^[0-9]+a(\ [0-9]+a)*$ ]] ||
     stop "MLA_CUDA_ARCHS is '${archs[*]}'; write names like 90a with a space between them."
 
-if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ] &&
-    [ "$(command -v python3)" != "${CONDA_PREFIX:-none}/bin/python3" ]; then # conda activate leaves VIRTUAL_ENV
-    python=$VIRTUAL_ENV/bin/python
-else
-    python=$(command -v python3 || command -v python) || stop "there is no python3 on PATH; install Python 3.10 or newer."
-fi
+source "$repo/scripts/python.sh"
+[ -n "$python" ] || stop "there is no python3 on PATH; install Python 3.10 or newer."
 # Not imported: that takes seconds, and is not needed for headers.
 find_torch='
 import importlib.metadata, importlib.util, os

@@ -24,12 +24,8 @@ folder=$out
 while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
 [ -d "$folder" ] && [ -w "$folder" ] ||
     stop "$out cannot be made, since $folder is no folder that can be written; name another one."
-if [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ] &&
-    [ "$(command -v python3)" != "${CONDA_PREFIX:-none}/bin/python3" ]; then # conda activate leaves VIRTUAL_ENV
-    python=$VIRTUAL_ENV/bin/python
-else
-    python=$(command -v python3 || command -v python) || stop "there is no python3 on PATH; install Python 3.10 or newer."
-fi
+source "$repo/scripts/python.sh"
+[ -n "$python" ] || stop "there is no python3 on PATH; install Python 3.10 or newer."
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -26,8 +26,8 @@ def repo(tmp_path):
     """What the script needs of this repository, and no more: so that no build here is touched."""
     root = tmp_path / "repo"
     shutil.copytree(ROOT / "csrc", root / "csrc")
-    for path in ("scripts/build-kernels.sh", f"{PACKAGE}/native.py"):
-        (root / path).parent.mkdir(parents=True)
+    for path in ("scripts/build-kernels.sh", "scripts/python.sh", f"{PACKAGE}/native.py"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, root / path)
     return root
 

@@ -27,7 +27,7 @@ def scripts(tmp_path):
     """The scripts with no requirements and a tool that only prints, so that no index is needed."""
     folder = tmp_path / "scripts"
     (folder / "dsv4_overlay_tools").mkdir(parents=True)
-    for name in ("apply-patches.sh", "check-series.sh", "export-series.sh", "tools.sh", "bootstrap.py"):
+    for name in ("apply-patches.sh", "check-series.sh", "export-series.sh", "tools.sh", "python.sh", "bootstrap.py"):
         shutil.copy(ROOT / "scripts" / name, folder)
     (folder / "requirements.txt").write_text("")
     (folder / "dsv4_overlay_tools/__main__.py").write_text(TOOL)
@@ -163,7 +163,7 @@ EVERY = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("scripts", "benchmarks", "docker", "deploy/kubernetes")
     for path in (ROOT / folder).glob("*.sh")
-    if path.name != "testenv.sh"  # which others source
+    if path.name not in ("python.sh", "testenv.sh")  # which others source
 )
 
 
