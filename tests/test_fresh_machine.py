@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The places that this machine is told to install from, and what it is told to leave out.
 PLAIN = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
 PYTHONS = re.findall(r"3\.\d+", re.search(r"need Linux, Python ([^`\n]*)", (ROOT / "README.md").read_text())[1])
-FOR_OTHERS = {"scripts/python.sh", "scripts/testenv.sh", "scripts/tools.sh"}  # which these are called or sourced by
+FOR_OTHERS = {"scripts/python.sh", "scripts/testenv.sh", "scripts/tools.sh"}  # those call or source these
 
 
 def committed(*patterns):

@@ -27,7 +27,8 @@ def scripts(tmp_path):
     """The scripts with no requirements and a tool that only prints, so that no index is needed."""
     folder = tmp_path / "scripts"
     (folder / "dsv4_overlay_tools").mkdir(parents=True)
-    for name in ("apply-patches.sh", "check-series.sh", "export-series.sh", "tools.sh", "python.sh", "bootstrap.py"):
+    names = ("apply-patches.sh", "check-series.sh", "export-series.sh", "tools.sh", "python.sh", "bootstrap.py")
+    for name in names:
         shutil.copy(ROOT / "scripts" / name, folder)
     (folder / "requirements.txt").write_text("")
     (folder / "dsv4_overlay_tools/__main__.py").write_text(TOOL)

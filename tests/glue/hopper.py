@@ -24,7 +24,9 @@ for name in ("_C", "_C_stable_libtorch", "_moe_C"):
 flash_attn = types.ModuleType("vllm_flash_attn")
 for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "compile_flash_attn_varlen_func_from_specs"):
     setattr(flash_attn, name, None)
-sys.modules["vllm.vllm_flash_attn"] = flash_attn
+flash_attn.is_fa_version_supported = lambda version: True
+for name in ("vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
+    sys.modules[f"vllm.{name}"] = flash_attn
 # It takes memory of a GPU when it is imported, and serves dense MLA only.
 sys.modules["vllm.v1.attention.backends.mla.cutlass_mla"] = None
 library = torch.library.Library("_C", "FRAGMENT")

@@ -680,6 +680,10 @@ def test_what_vllm_chooses_by_itself(applied, tree_with_series, models, capabili
     if capability in ("9.0", "10.0"):
         assert ours[: n + 1] + ours[n + 2 :] == stock[: n + 1] + stock[n + 2 :]
         assert all(one["selected"].startswith("vllm.v1.") for one in ours[:n])
+        if capability == "9.0":  # docs/serving.md: with a BF16 cache not the drop-in's, from 0.25.0 on
+            of_bf16 = "FlashAttnMLASparseBackend" if NEWER else "FlashMLASparseBackend"
+            taken = [one["selected"].rpartition(".")[2] for one in ours[:2]]
+            assert taken == [of_bf16, "FlashMLASparseBackend"]
         return
     assert all("No valid attention backend" in one["selected"] for one in stock[:n])
     if NEWER and capability.startswith("8."):  # GLM-5.3-Flash

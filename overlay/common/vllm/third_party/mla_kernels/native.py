@@ -135,11 +135,14 @@ def refusal(
         )
     if cuda_version is None or capability is None:
         return "it needs a CUDA GPU and a torch built with CUDA"
-    if _numbers(cuda_version)[0] != _numbers(build["cuda"])[0]:
+    ours, theirs = (_numbers(version)[0] for version in (build["cuda"], cuda_version))
+    if ours != theirs:
+        advice = f"{_REBUILD} and a CUDA {theirs} toolkit"
+        if theirs < ours:  # csrc/ needs that toolkit
+            advice = f"install a torch built with CUDA {ours}"
         return (
             f"it was built with CUDA {build['cuda']} and this torch with "
-            f"{cuda_version}; {_REBUILD} "
-            f"and a CUDA {_numbers(cuda_version)[0]} toolkit"
+            f"{cuda_version}; {advice}"
         )
     # The very name: without the a, attention kernels are compiled without their bodies.
     needed = "{}{}{}".format(*capability, "a" if capability[0] >= 9 else "")
