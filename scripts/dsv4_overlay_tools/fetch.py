@@ -85,6 +85,7 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     """
     import ssl
 
+    import httpx2
     import unearth  # half a second that only a download should cost
     from unearth.fetchers import PyPIClient
 
@@ -102,8 +103,11 @@ def _finder(what: str, **options: Any) -> Iterator[tuple[Any, str]]:
     if proxy and "://" not in proxy:  # as pip takes it
         proxy = f"http://{proxy}"
     try:
-        verify = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
-        with PyPIClient(trusted_hosts=hosts, proxy=proxy, **verify) as session:
+        more: dict[str, Any] = {"verify": ssl.create_default_context(cafile=certs[0])} if certs else {}
+        if proxy:  # past which unearth would go to trusted hosts
+            trusting = httpx2.HTTPTransport(verify=False, proxy=proxy)
+            more["mounts"] = {f"all://{host}": trusting for host in hosts}
+        with PyPIClient(trusted_hosts=hosts, proxy=proxy, **more) as session:
             finder = unearth.PackageFinder(
                 session=session,
                 index_urls=indexes + extra,

@@ -176,7 +176,8 @@ def _put_on(plan: Plan, stop: Callable[[], None]) -> None:
         _expect(change)
         # A rename, so that a hard link (uv shares files with its cache) keeps the old file.
         os.replace(root / kept(STAGED, change.path), change.real)
-    for folder in {change.real.parent for change in plan.changes}:
+    made = {(root / folder).parent for folder in plan.directories}
+    for folder in {change.real.parent for change in plan.changes} | made:
         sync(folder)
     for change in plan.changes:
         purge_bytecode(root, change.path, change.real)

@@ -1,6 +1,9 @@
 """scripts/build-kernels.sh: the same bytes again, a library from another machine, and refusals."""
 
+import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +73,20 @@ def test_what_is_no_library_of_this_commit_is_not_taken(repo, tmp_path, content)
     assert done.stderr.startswith(f"error: {file} ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("other", ["interface", "sources", None])
+def test_a_library_that_another_commit_built_is_not_taken(repo, tmp_path, other):
+    interface = re.search(r"^INTERFACE = (\d+)$", (repo / PACKAGE / "native.py").read_text(), re.MULTILINE)[1]
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((repo / "csrc").iterdir()))).hexdigest()
+    says = {"interface": int(interface), "torch": "2.11", "sources": sources}
+    if other:
+        says[other] = {"interface": int(f"{interface}0"), "sources": "0" * 64}[other]
+    file = tmp_path / "library.so"
+    file.write_bytes(b"mla_kernels_build " + json.dumps(says).encode() + b"\0")
+    done = run(repo, "--from", file)
+    assert (done.returncode, (repo / LIBRARY).exists()) == ((1, False) if other else (0, True)), done.stderr
+    assert ("was built from another csrc/ than " in done.stderr) == bool(other)
+
+
 @pytest.mark.parametrize("where", ["", "a file/library.so"])
 def test_where_no_file_can_be_made(repo, tmp_path, where):
     (tmp_path / "a file").touch()
@@ -95,6 +112,17 @@ def test_what_does_not_compile(repo, tmp_path):
     done = run(repo, CUDA_HOME=str(tmp_path), MLA_CUDA_ARCHS="999a")
     assert done.returncode == 1 and not (repo / LIBRARY).parent.exists()
     assert done.stderr == f"fatal\nerror: the library was not built; {nvcc} says above why.\n"
+
+
+@pytest.mark.parametrize("version", ["12.9", "9.13"])
+def test_a_toolkit_that_is_too_old(repo, tmp_path, version):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version}, V{version}.0\n")
+    nvcc.chmod(0o755)
+    done = run(repo, CUDA_HOME=str(tmp_path))
+    assert done.returncode == 1 and not (repo / LIBRARY).parent.exists()
+    assert done.stderr == f"error: {nvcc} is of CUDA {version}; install the CUDA 13 toolkit.\n"
 
 
 def test_a_toolkit_that_says_no_version(repo, tmp_path):

@@ -1,10 +1,12 @@
 """Apply, status, check and revert on each kind of target."""
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from dsv4_overlay_tools import cli
@@ -47,6 +49,8 @@ def test_apply_writes_exactly_the_series_and_the_overlay(engine, target, kind):
 
 
 def test_revert_gives_every_byte_back(engine, target, kind):
+    if kind == "installed":
+        (target / f"vllm-{RELEASE}.dist-info/RECORD").chmod(0o640)
     before = snapshot(target)
     times = {path: (target / path).stat().st_mtime_ns for path in PRISTINE}
     engine.ok(target)
@@ -75,6 +79,7 @@ def test_tags_and_files_of_ones_own(engine, tmp_path):
     git(target, "tag", f"v{RELEASE}-mine")
     git(target, "tag", "v2024-backup")
     (engine.root / "overlay/common/vllm/dsv4/.main.py.swp").write_bytes(b"")
+    (engine.root / "overlay/common/vllm/dsv4/.#main.py").symlink_to("me@here.1234")  # Emacs's lock
     report = engine.ok(target)
     assert report["release"] == RELEASE and {file["path"] for file in report["files"]} == {*EDITED, *ADDED}
 
@@ -144,9 +149,10 @@ def test_record_names_the_commit_and_whether_it_was_changed(engine, tmp_path):
     assert record["overlay_commit"] == git(engine.root, "rev-parse", "HEAD")
     assert record["overlay_dirty"] is False
     git(engine.root, "config", "status.showUntrackedFiles", "no")
-    for path in ("table.json", "new.py"):
-        (engine.root / "overlay/common/vllm/dsv4" / path).write_text("[]")
-        engine.ok(other := make_target(tmp_path / path, "source"))
+    for path in ("VERSION", f"{SERIES}/series", "overlay/common/vllm/dsv4/main.py", "overlay/common/vllm/new.py"):
+        with (engine.root / path).open("ab") as file:
+            file.write(b"\n")
+        engine.ok(other := make_target(tmp_path / Path(path).name, "source"))
         assert json.loads((other / STATE / "record.json").read_text())["overlay_dirty"] is True
         git(engine.root, "stash", "-q")
 
@@ -219,6 +225,19 @@ def test_extended_attributes_are_kept(engine, target):
     assert os.listxattr(target / "vllm/crlf.py") == []
 
 
+def test_attributes_that_may_not_be_set(engine, target, monkeypatch):
+    """As where SELinux keeps its labels to itself."""
+
+    def copystat(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    before = snapshot(target)
+    monkeypatch.setattr(shutil, "copystat", copystat)
+    engine.ok(target)
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
 def test_a_link_that_stays_inside_is_written_through(engine, tmp_path):
     target = make_target(tmp_path / "target", "source")
     (target / "vllm/crlf.py").rename(target / "vllm/elsewhere.py")
@@ -269,11 +288,18 @@ def test_commit_without_git(engine, tmp_path, monkeypatch):
     record = "vllm/_dsv4_overlay/record.json"
     monkeypatch.setenv("DSV4_OVERLAY_COMMIT", "0123abcd")
     engine.ok(target := make_target(tmp_path / "a", "installed"))
-    assert json.loads((target / record).read_text())["overlay_commit"] == "0123abcd"
+    said = json.loads((target / record).read_text())
+    assert (said["overlay_commit"], said["overlay_dirty"]) == ("0123abcd", None)
     (engine.root / ".git").mkdir()
     monkeypatch.setitem(sys.modules, "git", None)
     engine.ok(target := make_target(tmp_path / "b", "installed"))
     assert json.loads((target / record).read_text())["overlay_commit"] is None
+
+
+@pytest.mark.parametrize("kind", ["source", "installed"])
+def test_the_commit_of_a_vllm_that_has_no_git(engine, target):
+    (target / "vllm/_version.py").write_text("__commit_id__ = commit_id = 'g0123abcde'\n")
+    assert engine.ok(target)["commit"] == "0123abcde"
 
 
 def test_git_worktree(engine, tmp_path):
@@ -347,8 +373,10 @@ def test_installed_asks_a_python_that_says_nothing(engine, monkeypatch):
 
 
 def test_installed_without_vllm(engine, tmp_path):
-    status, report = installed(engine.root, "", tmp_path)
-    assert (status, report["error"]["code"]) == (1, "not-vllm")
+    (tmp_path / "path/vllm").mkdir(parents=True)  # Python imports it, empty
+    for pythonpath in ("", tmp_path / "path"):
+        status, report = installed(engine.root, pythonpath, tmp_path)
+        assert (status, report["error"]["code"]) == (1, "not-vllm")
 
 
 # ---------------------------------------------------------------- usage and text

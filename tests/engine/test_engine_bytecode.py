@@ -95,6 +95,20 @@ def test_other_pythons_and_the_old_place(world):
     assert [path.exists() for path in kept] == [True] * 2
 
 
+def test_a_file_that_is_a_link(world):
+    """Python compiles it under the name by which it is imported."""
+    engine, target = world
+    (target / "vllm/config.py").rename(target / "vllm/sub/elsewhere.py")
+    (target / "vllm/config.py").symlink_to("sub/elsewhere.py")
+    names = ("__pycache__/config.cpython-38.pyc", "sub/__pycache__/elsewhere.cpython-38.pyc")
+    gone = [target / "vllm" / name for name in names]
+    for path in gone:
+        path.parent.mkdir()
+        path.write_bytes(b"")
+    engine.ok(target)
+    assert [path.exists() for path in gone] == [False] * 2
+
+
 def test_unchecked_bytecode_does_not_survive(world):
     """Hash-based .pyc files that Python never checks, as some images are built with."""
     engine, target = world

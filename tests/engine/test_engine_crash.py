@@ -11,7 +11,7 @@ import pytest
 from dsv4_overlay_tools import cli, transaction
 from dsv4_overlay_tools.errors import Refusal
 from dsv4_overlay_tools.target import Target
-from smallworld import RELEASE, ROOT, copy, make_repo, make_target, snapshot
+from smallworld import EDITED, RELEASE, ROOT, Engine, copy, make_repo, make_target, snapshot
 
 pytestmark = pytest.mark.usefixtures("signals_as_in_a_terminal")
 
@@ -142,7 +142,7 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     """
     tree = make_target(tmp_path / "t", "source")
     calls = []
-    real = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
+    real = {name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink")}
     names = {}
 
     def opened(path, *args, **kwargs):
@@ -154,6 +154,9 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", names[fd])))
     monkeypatch.setattr(
         os, "replace", lambda *a: (calls.append(("rename", str(a[1]))), real["replace"](*a))
+    )
+    monkeypatch.setattr(
+        os, "unlink", lambda path, **kwargs: (calls.append(("unlink", str(path))), real["unlink"](path, **kwargs))
     )
     engine.ok(tree)
     begin = calls.index(("rename", str(tree / transaction.JOURNAL)))
@@ -169,6 +172,39 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     assert {str(tree / transaction.STAGED), str(tree / transaction.ORIGINALS)} <= before
     assert calls[begin + 1] == ("sync", str(tree / transaction.STATE_DIR))
     assert calls[end + 1] == ("sync", str(tree / transaction.STATE_DIR))
+
+    calls.clear()
+    engine.ok(tree, "--revert")
+    assert calls[:2] == [("rename", str(tree / transaction.JOURNAL)), ("sync", str(tree / transaction.STATE_DIR))]
+    end = next(number for number, (what, _) in enumerate(calls) if what == "unlink")  # of what was in place
+    back = {path for what, path in calls[2:end] if what == "rename" and "/_dsv4_overlay/" not in path}
+    assert back == {str(tree / path) for path in EDITED}
+    assert {os.path.dirname(path) for path in renamed} <= {path for what, path in calls[:end] if what == "sync"}
+    assert calls[-1] == ("sync", str(tree / "vllm"))
+
+
+def test_new_folders_are_synced_where_they_are_listed(tmp_path, monkeypatch):
+    """Else a power cut could leave the record of an overlay without them."""
+    overlay = {"main.py": b"import vllm.dsv4.deep.er.a\n", "deep/er/a.py": b""}
+    overlay = {f"common/vllm/dsv4/{path}": data for path, data in overlay.items()}
+    repo = make_repo(tmp_path / "r", patches={"one.patch": ["vllm/config.py", "vllm/tool.sh"]}, overlay=overlay)
+    tree, calls, names = make_target(tmp_path / "t", "source"), [], {}
+    real = {name: getattr(os, name) for name in ("open", "mkdir")}
+
+    def opened(path, *args, **kwargs):
+        fd = real["open"](path, *args, **kwargs)
+        names[fd] = str(path)
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", names[fd])))
+    monkeypatch.setattr(os, "mkdir", lambda *a: (calls.append(("mkdir", str(a[0]))), real["mkdir"](*a)))
+    Engine(repo).ok(tree)
+    made = [(at, path) for at, (what, path) in enumerate(calls) if what == "mkdir"]
+    made = [(at, path) for at, path in made if path.startswith(f"{tree}/vllm/dsv4")]
+    assert len(made) == 3
+    for at, path in made:
+        assert ("sync", os.path.dirname(path)) in calls[at:]
 
 
 @pytest.mark.parametrize("state, recovered, reverted", [
@@ -384,6 +420,24 @@ def test_what_apply_prepared_is_not_called_between_two_states(engine, target, mo
         os.waitpid(child, 0)
     message = engine.refused("half-applied", target, "--status")["message"]
     assert "between" not in message and "vLLM as it was" in message
+    engine.ok(target, "--revert")
+    assert snapshot(target) == before
+
+
+def test_a_change_that_can_neither_be_finished_nor_put_back(engine, target, monkeypatch):
+    before = snapshot(target)
+    real, calls = os.replace, []
+
+    def replace(source, place):
+        calls.append(place)
+        return real(source, place) if len(calls) < 4 else fail(errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        status, report = engine(target)
+    assert (status, report["error"]["code"]) == (1, "half-applied")
+    assert (report["state"], report["files"]) == ("drifted", [])
+    assert "the tree is between two states" in report["error"]["message"]
     engine.ok(target, "--revert")
     assert snapshot(target) == before
 

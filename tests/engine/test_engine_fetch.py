@@ -1,8 +1,10 @@
 """--fetch: from a package index in a folder, since pip's configuration says where to look."""
 
+import contextlib
 import http.server
 import io
 import os
+import socket
 import sys
 import tarfile
 import threading
@@ -125,31 +127,72 @@ def test_passwords_are_not_shown(engine, index, tmp_path, monkeypatch):
     assert "nowhere" in message and "secret" not in message
 
 
-def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch):
+@pytest.mark.parametrize("value", ["1", "True"])
+def test_folders_instead_of_an_index(engine, index, tmp_path, monkeypatch, value):
     index(make_archive())
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "http://127.0.0.1:9/extra")
+    monkeypatch.setenv("PIP_NO_INDEX", value)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index/vllm"))
     engine.ok("--fetch", RELEASE, tmp_path / "tree")
 
 
-@pytest.mark.parametrize("scheme", ["http://", ""])
-def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch, scheme):
+def test_a_folder_that_is_not_there_is_skipped_as_by_pip(engine, index, tmp_path, monkeypatch):
     index(make_archive())
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", (tmp_path / "nowhere").as_uri())
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
 
-    class Proxy(http.server.SimpleHTTPRequestHandler):
+
+def test_an_index_with_a_wheel_too(engine, index, tmp_path):
+    """As every real one: a wheel would be preferred to the source archive."""
+    index(make_archive())
+    name = f"vllm-{RELEASE}-py3-none-any.whl"
+    (tmp_path / "index/vllm" / name).write_bytes(b"")
+    with (tmp_path / "index/vllm/index.html").open("a") as page:
+        page.write(f'<a href="{name}">{name}</a>')
+    assert engine.ok("--fetch", RELEASE, tmp_path / "tree")["kind"] == "source"
+
+
+@contextlib.contextmanager
+def served(folder, host=""):
+    """The port of a server of its files; also a proxy, which is asked for them at http://`host`."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
         def translate_path(self, path):
-            return str(tmp_path) + path.removeprefix("http://127.0.0.1:9")
+            return str(folder) + path.removeprefix(f"http://{host}")
 
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/index")
-        monkeypatch.setenv("PIP_PROXY", f"{scheme}127.0.0.1:{server.server_port}")
-        engine.ok("--fetch", RELEASE, tmp_path / "tree")
+        yield server.server_port
         server.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+@pytest.mark.parametrize("trusted", ["", "index.example"])
+def test_the_proxy_of_pip_s_configuration(engine, index, tmp_path, monkeypatch, scheme, trusted):
+    """Also on the way to a host that is trusted without TLS."""
+    index(make_archive())
+    host = trusted or "127.0.0.1:9"
+    with served(tmp_path, host) as port:
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://{host}/index")
+        monkeypatch.setenv("PIP_TRUSTED_HOST", trusted)
+        monkeypatch.setenv("PIP_PROXY", f"{scheme}127.0.0.1:{port}")
+        engine.ok("--fetch", RELEASE, tmp_path / "tree")
+
+
+def test_a_host_that_is_trusted_without_tls(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *args, **kwargs: real("127.0.0.1", *args, **kwargs))
+    with served(tmp_path) as port:
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://index.example:{port}/index")
+        engine.refused("download-failed", "--fetch", RELEASE, tmp_path / "tree")
+        monkeypatch.setenv("PIP_TRUSTED_HOST", "index.example")
+        engine.ok("--fetch", RELEASE, tmp_path / "tree")
 
 
 def test_a_place_that_cannot_be_written(engine, index, tmp_path, monkeypatch):
@@ -246,7 +289,22 @@ def test_pip_configuration_is_read(tmp_path, monkeypatch):
     assert found["extra-index-url"] == ["https://b.example", "https://c.example"]
     assert (found["find-links"], found["trusted-host"]) == (["/wheels"], ["a.example"])
     monkeypatch.setenv("PIP_INDEX_URL", "https://d.example/simple")
-    assert fetch.pip_sources()["index-url"] == ["https://d.example/simple"]
+    monkeypatch.setenv("PIP_FIND_LINKS", "/others")  # stronger than either section
+    found = fetch.pip_sources()
+    assert (found["index-url"], found["find-links"]) == (["https://d.example/simple"], ["/others"])
+
+
+def test_runs_at_once_download_and_unpack_one_after_another(engine, index, tmp_path, monkeypatch):
+    index(make_archive())
+    locked = []
+
+    def flock(fd, how):
+        locked.append((os.readlink(f"/proc/self/fd/{fd}"), how))
+
+    monkeypatch.setattr(fetch.fcntl, "flock", flock)
+    engine.ok("--fetch", RELEASE, tmp_path / "tree")
+    cache = tmp_path / "cache/vllm-dsv4-overlay/sdist"
+    assert locked[:2] == [(str(cache), fetch.fcntl.LOCK_EX), (str(tmp_path), fetch.fcntl.LOCK_EX)]
 
 
 def test_a_target_that_another_run_made_meanwhile(engine, index, tmp_path, monkeypatch):
@@ -279,10 +337,16 @@ def wheels(engine, index, tmp_path):
     return publish
 
 
-def test_wheels_of_the_index(engine, wheels, capsys):
+def test_wheels_of_the_index(engine, wheels, tmp_path, capsys):
     """Also one whose file differs, or lacks it; and an index without any."""
     pinned = load_series(engine.root / SERIES).files | load_series(engine.root / SERIES).relied_on
     name = wheels(PRISTINE)
+    assert check_main([RELEASE, "--wheels"], engine.root) == 0
+    assert capsys.readouterr().out == f"{name}: {len(pinned)} files as pinned\n"
+    other = name.replace(RELEASE, f"{RELEASE}+cu129")  # somebody's own build, which nothing pins
+    zipfile.ZipFile(tmp_path / "index/vllm" / other, "w").close()
+    with (tmp_path / "index/vllm/index.html").open("a") as page:
+        page.write(f'<a href="{other}">{other}</a>')
     assert check_main([RELEASE, "--wheels"], engine.root) == 0
     assert capsys.readouterr().out == f"{name}: {len(pinned)} files as pinned\n"
     first, last = min(pinned), max(pinned)

@@ -110,6 +110,8 @@ def test_a_library_built_later_needs_a_revert_first(repo, tmp_path):
     engine.ok(target, "--revert")
     engine.ok(target)
     assert (target / "vllm/dsv4/libkernels.so").read_bytes() == LIBRARY
+    place.unlink()
+    assert "libkernels.so" in engine.refused("patch-changed", target)["message"]
 
 
 def test_a_library_of_other_sources_is_refused(engine, tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from dsv4_overlay_tools import target as detection
 from dsv4_overlay_tools import transaction
 from dsv4_overlay_tools.record import seal
 from smallworld import (
@@ -42,6 +43,8 @@ def test_not_vllm(engine, tmp_path):
     bare = make_target(tmp_path / "bare", "source")
     (bare / "PKG-INFO").unlink()
     assert "release is unknown" in refused(engine, "not-vllm", bare)["message"]
+    (bare / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0.0\n")
+    assert "its metadata names no version" in refused(engine, "wrong-release", bare)["message"]
     inside = make_target(tmp_path / "site", "installed") / "vllm"
     assert str(inside.parent) in refused(engine, "not-vllm", inside)["message"]
 
@@ -127,6 +130,19 @@ def test_a_file_relied_on_and_not_patched(engine, target, applied):
     engine.ok(target, "--revert")  # takes off what was applied, whatever else is there
     (target / path).write_bytes(PRISTINE[path])
     assert snapshot(target) == before
+
+
+def test_a_file_relied_on_that_cannot_be_read(engine, target, monkeypatch):
+    """Which does not mean that it was changed."""
+    read = detection.read
+
+    def readable(path):
+        if path.name == "relied.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    monkeypatch.setattr(detection, "read", readable)
+    assert engine.refused("not-readable", target)["message"] == f"{target}/vllm/sub/relied.py: Permission denied."
 
 
 def test_what_is_said_of_changed_sources_is_so(engine, tmp_path):
@@ -221,6 +237,16 @@ def test_symlink_escape(engine, target, tmp_path, path):
     assert (snapshot(outside) if outside.is_dir() else outside.read_bytes()) == before
 
 
+def test_a_wheel_s_listing_that_leads_out(engine, tmp_path):
+    target = make_target(tmp_path / "t", "installed")
+    listing = target / f"vllm-{RELEASE}.dist-info/RECORD"
+    listing.rename(tmp_path / "outside")
+    listing.symlink_to(tmp_path / "outside")
+    before = snapshot(tmp_path)
+    assert refused(engine, "symlink-escape", target)["path"] == f"vllm-{RELEASE}.dist-info/RECORD"
+    assert snapshot(tmp_path) == before
+
+
 def test_state_folder_that_leads_out(engine, target, tmp_path):
     (tmp_path / "outside").mkdir()
     (target / "vllm/_dsv4_overlay").symlink_to(tmp_path / "outside")
@@ -255,6 +281,7 @@ def test_edited_since_apply(engine, target, mode):
         (target / path).write_bytes(data)
         error = refused(engine, "edited-since-apply", target, *mode)
         assert (error["path"], error["line"]) == (path, line)
+        assert ("or delete it and run --revert" in error["message"]) == (path not in PRISTINE)
         report = engine(target, "--status")[1]
         assert report["state"] == "drifted"
         assert {"path": path, "action": "edited"} in report["files"]
@@ -412,11 +439,12 @@ def test_what_root_adds_belongs_to_the_owner_of_the_tree(engine, tmp_path, kind)
     assert set(owners.values()) == {(1234, 1235)}, owners
 
 
-def test_an_owner_that_the_user_namespace_does_not_know(engine, target, monkeypatch):
-    """As in a container without root: the kernel refuses with EINVAL."""
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM])
+def test_an_owner_to_whom_no_file_can_be_given(engine, target, monkeypatch, number):
+    """EINVAL: in a container without root, who is not known there. EPERM: in a tree that a group shares."""
 
     def chown(*args):
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "chown", chown)
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
@@ -506,6 +534,16 @@ def test_an_original_that_is_gone_or_damaged(engine, target):
     for mode in ([], ["--check"], ["--status"], ["--revert"]):  # what cannot be taken off is not "applied"
         assert refused(engine, "record-lost", target, *mode)["path"] == "vllm/config.py"
         assert engine(target, *mode)[1]["state"] == "drifted"
+
+
+def test_the_original_of_a_wheel_s_listing_is_gone(engine, tmp_path):
+    """Then what the listing should be is not known either."""
+    target = make_target(tmp_path / "t", "installed")
+    engine.ok(target)
+    listing = f"vllm-{RELEASE}.dist-info/RECORD"
+    (target / f"vllm/_dsv4_overlay/originals/{listing.replace('/', '%2F')}.orig").unlink()
+    for mode in ([], ["--check"], ["--status"], ["--revert"]):
+        assert refused(engine, "record-lost", target, *mode)["path"] == listing
 
 
 @pytest.mark.parametrize("name", ["originals/notes.txt", "staged/notes.txt"])
@@ -619,6 +657,17 @@ def test_check_needs_what_apply_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, _: folder != target / "vllm")
     for mode in ([], ["--check"]):
         assert refused(engine, "not-writable", target, *mode)["path"] == str(target / "vllm")
+
+
+def test_bytecode_that_cannot_be_removed(engine, target, monkeypatch):
+    """It would be used further on, so this is found before anything is changed."""
+    cache = target / "vllm/__pycache__"
+    cache.mkdir()
+    monkeypatch.setattr(os, "access", lambda folder, _: folder != cache)
+    before = snapshot(target)
+    for mode in ([], ["--check"]):
+        assert refused(engine, "not-writable", target, *mode)["path"] == str(cache)
+    assert snapshot(target) == before
 
 
 def test_a_state_folder_that_is_not_writable(engine, tmp_path):

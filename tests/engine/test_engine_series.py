@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from dsv4_overlay_tools import maintain
-from dsv4_overlay_tools.series import Mismatch, parse_patch, split_lines
+from dsv4_overlay_tools.series import Mismatch, parse_patch, pinned_files, split_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from smallworld import (
@@ -116,6 +116,13 @@ def test_export_pins_what_is_relied_on(world, capsys):
     assert status == 1 and "vllm/config.py is in [files], so it cannot be in [relied_on] too" in err
 
 
+def test_what_was_relied_on_is_patched_from_now_on(world, capsys):
+    edit(patch_of(world, "rest.patch"), b" vllm/odd.py\n", b" vllm/odd.py\n vllm/sub/relied.py\n")
+    (world[2] / "vllm/sub/relied.py").write_bytes(b"def called():\n    return 'edited'\n")
+    assert run_export(world, capsys)[0] == 0
+    assert run_check(world, capsys)[0] == 0
+
+
 def test_a_new_patch_starts_as_a_header(world, capsys):
     repo, _, tree = world
     new = b"value = 1\nother = 2\n"
@@ -175,12 +182,16 @@ def test_export_from_an_applied_git_checkout(world, capsys, engine, tmp_path):
     assert b"+line10 = 11\n" in (repo / f"{SERIES}/config.patch").read_bytes()
 
 
-def test_export_of_a_tree_between_two_states(world, capsys, engine):
+@pytest.mark.parametrize("name", ["journal.json", "staged"])
+def test_export_of_a_tree_between_two_states(world, capsys, engine, name):
     repo, _, tree = world
     engine.root = repo
     engine.ok(copy(world[1], tree / "../applied"))
     state = (tree / "../applied/vllm/_dsv4_overlay").resolve()
     (state / "record.json").rename(state / "journal.json")
+    if name == "staged":  # a run that died as it began
+        (state / "journal.json").unlink()
+        (state / name).mkdir()
     before = snapshot(repo)
     status, _, err = run_export((repo, world[1], state.parents[1]), capsys)
     assert status == 1 and "error: half-applied: " in err and snapshot(repo) == before
@@ -273,11 +284,15 @@ FAULTS = {
               "rest.patch is twice"),
     "missing": (lambda w: patch_of(w).unlink(), "config.patch: is in the series but cannot"),
     "field": (lambda w: edit(patch_of(w), b"Drop-When: never\n", b""), "Drop-When is missing"),
+    "field twice": (lambda w: edit(patch_of(w), b"Origin: own\n", b"Origin: own\nOrigin: other\n"),
+                    "the field Origin appears twice"),
     "empty field": (lambda w: edit(patch_of(w), b"Hooks: nothing", b"Hooks:"), "Hooks is missing"),
     "date": (lambda w: edit(patch_of(w), b"2026-01-31", b"January"), "Last-Update is not a date"),
     "no such date": (lambda w: edit(patch_of(w), b"2026-01-31", b"2026-13-45"), "Last-Update is not a date"),
     "other date": (lambda w: edit(patch_of(w), b"2026-01-31", b"20260131"), "Last-Update is not a date"),
     "files field": (lambda w: edit(patch_of(w), b" vllm/crlf.py\n", b""), "disagree about"),
+    "more in the files field": (lambda w: edit(patch_of(w), b"Files:\n", b"Files:\n vllm/sub/relied.py\n"),
+                                "disagree about vllm/sub/relied.py"),
     "context": (lambda w: edit(patch_of(w), b" line1 = 1\n", b" line1 = 0\n"), "does not fit"),
     "other form": (lambda w: edit(patch_of(w), b"@@ -2,5 +2,5 @@", b"@@ -2,5 +2,5 @@ def x():"),
                    "not what export-series.sh writes"),
@@ -336,6 +351,14 @@ def test_check_counts_lines_and_has_a_limit(world, capsys):
     assert run_export(world, capsys)[0] == 0
     status, out, err = run_check(world, capsys)
     assert status == 1 and "adds 207 lines" in err and "207 of 200" in out
+
+
+@pytest.mark.parametrize("more", [96, 97])
+def test_the_limit_is_that_of_all_patches_together(world, capsys, more):
+    for path, count in (("vllm/config.py", 97), ("vllm/odd.py", more)):
+        (world[2] / path).write_bytes(EDITED[path] + b"more = 1\n" * count)
+    assert run_export(world, capsys)[0] == 0
+    assert run_check(world, capsys)[0] == int(more == 97)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +507,9 @@ def test_a_wheel_that_was_built_again(world, served, capsys, engine, tmp_path):
     assert maintain.check_main([], world[0]) == 1
     assert "release.toml: a pin of a file is not what export-series.sh writes" in capsys.readouterr().err
     assert export_and_check(world, capsys) == (0, "")
+    pinned = pinned_files(world[0])  # of which check-series.sh --wheels and the plugin take any
+    assert pinned.keys() == {"0.9.9", RELEASE}
+    assert pinned[RELEASE][path] == {sha256(PRISTINE[path]), sha256(changed[path])}
 
     engine.root = world[0]
     again = make_target(tmp_path / "again", "installed", files=changed)
@@ -526,6 +552,14 @@ def test_a_patch_that_breaks_the_syntax(world, capsys):
     (world[2] / "vllm/config.py").write_bytes(EDITED["vllm/config.py"] + b"  def(\n")
     assert run_export(world, capsys)[0] == 0
     assert "config.patch makes vllm/config.py invalid Python" in run_check(world, capsys)[2]
+
+
+def test_a_pristine_folder_of_another_release(world, capsys, tmp_path):
+    other = make_target(tmp_path / "other", "source", release="1.0.1")
+    said = f"wrong-release: {other} holds vLLM 1.0.1, not {RELEASE}.\n"
+    for main, argv in ((maintain.check_main, [RELEASE]), (maintain.export_main, [RELEASE, str(world[2])])):
+        assert main([*argv, "--pristine", str(other)], world[0]) == 1
+        assert capsys.readouterr().err.endswith(said)
 
 
 def test_usage(world, capsys):

@@ -255,6 +255,15 @@ def test_check_series(engine, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_check_series_fails_if_only_the_first_is_wrong(engine, tmp_path, capsys):
+    pristine = make_target(tmp_path / "pristine", "source")
+    patch = engine.root / "patches/drop-in/1.0.0/seam.patch"
+    patch.write_bytes(patch.read_bytes().replace(b"2026-01-31", b"2026-01-32"))
+    assert maintain.check_main([RELEASE, "--pristine", str(pristine)], engine.root) == 1
+    error = "error: drop-in 1.0.0: seam.patch: Last-Update is not a date like 2026-01-31\n"
+    assert capsys.readouterr().err == error
+
+
 def test_check_release_says_what_is_supported(engine, tmp_path, capsys):
     tree = tmp_path / "vllm"
     write(tree, PRISTINE)
@@ -278,6 +287,10 @@ def test_check_release_says_what_is_supported(engine, tmp_path, capsys):
     status, lines, _ = ask("1.2.0")
     assert status == 1 and lines[0].endswith("the series fits; name the release in `serves`.")
     assert lines[1].startswith("full-width: ") and lines[1].endswith("a port is needed; docs/porting.md.")
+    write(tree, {CONFIG: PRISTINE[CONFIG], OWN: b"value = 'otherwise'\n"})
+    status, lines, _ = ask("1.2.0")  # now only the first does not fit
+    assert status == 1 and lines[0].endswith("a port is needed; docs/porting.md.")
+    assert lines[1].startswith("full-width: ") and lines[1].endswith("name the release in `serves`.")
     assert lines[2] == "vLLM 1.2.0 is not supported."
     status, _, err = ask("1.2.0", "--series", "dropin")
     assert status == 2 and err == "error: no-series: There is no series 'dropin'; there is: drop-in, full-width.\n"

@@ -52,7 +52,7 @@ def check_listing(site):
 def test_listing_with_every_kind_of_row(engine, tmp_path):
     target = make_target(tmp_path / "t", "installed")
     listing = target / f"vllm-{RELEASE}.dist-info/RECORD"
-    odd = listing.read_bytes().replace(b"\n", b"\r\n") + b'"vllm/a,b.py",,\r\nvllm/x.pyc,,'
+    odd = listing.read_bytes().replace(b"\n", b"\r\n") + b'"vllm/a,b.py",,\r\nvllm/\xe9.txt,,\r\nvllm/x.pyc,,'
     listing.write_bytes(odd)
     (target / "vllm/a,b.py").write_bytes(b"")
     engine.ok(target)
@@ -60,6 +60,7 @@ def test_listing_with_every_kind_of_row(engine, tmp_path):
     assert b"\n" not in b"".join(lines) and b'"vllm/a,b.py",,' in lines and b"vllm/x.pyc,," in lines
     assert sum(line.startswith(b"vllm/config.py,") for line in lines) == 1
     assert any(line.startswith(b"vllm/_dsv4_overlay/record.json,sha256=") for line in lines)
+    assert b"vllm/\xe9.txt,," in lines  # no UTF-8
     engine.ok(target, "--revert")
     assert listing.read_bytes() == odd
 
@@ -69,6 +70,19 @@ def test_listing_is_right(engine, tmp_path):
     check_listing(target)
     engine.ok(target)
     check_listing(target)
+
+
+def test_the_same_release_put_over_it_by_another_installer(engine, tmp_path):
+    """Whose RECORD has other rows."""
+    target = make_target(tmp_path / "t", "installed")
+    engine.ok(target)
+    make_target(target, "installed")
+    listing = target / f"vllm-{RELEASE}.dist-info/RECORD"
+    listing.write_bytes(f"vllm-{RELEASE}.dist-info/REQUESTED,,\n".encode() + listing.read_bytes())
+    other = listing.read_bytes()
+    notes = engine.ok(target, "--revert")["notes"]
+    assert f"left as installed since then: vllm-{RELEASE}.dist-info/RECORD" in notes
+    assert listing.read_bytes() == other and not (target / "vllm/_dsv4_overlay").exists()
 
 
 @pytest.fixture(scope="module")

@@ -305,6 +305,16 @@ def test_layer_with_draft_tokens(launcher):
     assert launch.seq_lens.tolist() == [151, 152, 153, 125, 126, 127]
 
 
+def test_layer_with_draft_tokens_and_prefills(launcher):
+    step = Step(128, BF16, ((150, 3), (124, 3), (125, 5), (0, 7)))
+    step.metadata.num_decodes, step.metadata.num_decode_tokens = 2, 6
+    step.metadata.num_prefills, step.metadata.num_prefill_tokens = 2, 12
+    step.check()
+    decode, prefill = launcher.launches
+    assert decode.seq_lens.tolist() == [151, 152, 153, 125, 126, 127]
+    assert prefill.cum_seq_lens_q.tolist() == [0, 5, 12] and prefill.q_len == 7
+
+
 def test_layer_with_prefills_only(launcher):
     Step(4, BF16, ((0, 7), (125, 5))).check()
     (launch,) = launcher.launches

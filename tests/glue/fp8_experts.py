@@ -159,6 +159,9 @@ def of_layer():
     del os.environ["VLLM_DEEP_GEMM_WARMUP"]
     layer = loaded(settings(LEAST), weights)
     answers |= {"warmed_up": [len(DEEP_GEMM.rows), max(DEEP_GEMM.rows)]}
+    limit, bench.LIMIT = bench.LIMIT, 0.0
+    kernel = loaded(settings(LEAST), weights).quant_method.moe_kernel
+    answers["without_limit"], bench.LIMIT = kernel.impl._experts.gemm1_clamp_limit, limit
     DEEP_GEMM.warm = True
     found = {}
     for tokens in (1, LEAST, TOKENS, LEAST - 1):  # the last after calls of many

@@ -195,6 +195,7 @@ def describe_layers(config):
         "warmed_up": sorted(type(kernel).__name__ for kernel in registry._registrations) if registry else [],
         "compressors": stores_of(layers),
         "ours": sum(hasattr(layer, "kv_scale") for layer in layers),
+        "heads": [getattr(layer, "num_heads", None) for layer in layers if hasattr(layer, "kv_scale")],
         "specs": before,
         "pages": {name: spec.page_size_bytes for name, spec in specs.items()},
         "shapes": shapes,

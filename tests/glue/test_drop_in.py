@@ -453,9 +453,11 @@ def test_a_layer_is_as_wide_as_all_its_calls_want(hopper, monkeypatch):
 
 @pytest.mark.parametrize("stock_heads", [64, 128])
 @pytest.mark.parametrize("rows", ["v4", "v41", "v32", "bf16"])
-def test_a_layer_that_is_narrow_is_served_whatever_comes(rows, stock_heads, hopper):
+def test_a_layer_that_is_narrow_is_served_whatever_comes(rows, stock_heads, hopper, monkeypatch):
     for heads in range(1, 129):
+        monkeypatch.setattr(drop_in, "_narrow", False)
         width = drop_in.padded_heads(heads, stock_heads, rows)
+        assert drop_in._narrow == (width != stock_heads)  # and what is not served is padded
         if width != stock_heads:
             assert heads <= width < stock_heads
             for name in drop_in._ROWS_OF_CALLS[rows]:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_attention import BF16, DEVICE, E4M3, HEADS, SCALE, Step, kernels  # noqa: F401
-from vllm.dsv4_overlay import adapter
+from vllm.dsv4_overlay import adapter, attention
+from vllm.forward_context import override_forward_context
 from vllm.third_party.mla_kernels import checks
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
@@ -61,7 +62,11 @@ def without_cuda(monkeypatch):
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("contexts", [(150, 3, 128, 300), (1,), (123, 124)])
 def test_a_block_of_drafts(dtype, contexts):
-    DraftStep(dtype, contexts).check()
+    step = DraftStep(dtype, contexts)
+    step.check()
+    with override_forward_context(step.context):
+        table = attention._index_table(step.layer, step.metadata, None, 1)
+    assert (table.lens >= 128).all()  # of a short context too, as `sparse_mla` counts
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "fp8"])

@@ -88,6 +88,11 @@ def test_deepgemms_layer_is_the_definition_with_the_swiglu_limit(answers):
     assert len(errors) == 2 and max(errors) < 0.1
 
 
+def test_a_limit_of_zero_is_none(answers):
+    """As for Marlin; DeepGEMM's layer would make every value zero."""
+    assert answers["layer"]["without_limit"] is None
+
+
 def test_experts_of_other_gpus_add_nothing(answers):
     """--enable-expert-parallel with tensor parallelism."""
     assert answers["layer"]["EP"] < 0.1

@@ -38,6 +38,7 @@ from mini_checkpoint.writer import write_names  # noqa: E402
 from vllm.dsv4_overlay import checkpoint_files, drop_in, quantised_linears, weight_formats  # noqa: E402
 from vllm.model_executor.model_loader import reload  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
+from vllm.model_executor.models import utils  # noqa: E402
 
 TINY = mini.Shape(
     hidden=256,
@@ -385,9 +386,10 @@ def test_what_is_compiled_for_other_tensors_is_not_found(monkeypatch):
     """By vLLM's hash of the configuration, which has nothing else of the files."""
     monkeypatch.setattr(quantised_linears, "_needed", lambda *_: True)
     hashed = []
-    for names in (["a.weight"], ["a.weight", "a.weight_scale"], ["a.weight_scale", "a.weight"], []):
-        files = dict.fromkeys(names, "a file")
-        found = quantised_linears.Checkpoint.of_files(files) if files else None
+    plain, parts = ("weight",), ("weight", "weight_scale")
+    # A set has its parts in another order in each process.
+    for modules in ({"a": plain}, {"a": plain, "b": parts}, {"b": parts[::-1], "a": plain}, {}):
+        found = quantised_linears.Checkpoint({}, modules) if modules else None
         monkeypatch.setattr(quantised_linears, "_read", lambda *_, found=found: found)
         quant = SimpleNamespace(packed_modules_mapping={}, get_quant_method=print, get_name=lambda: "fp8")
         config = SimpleNamespace(
@@ -785,6 +787,22 @@ def test_names_are_checked_when_weights_are_loaded_first(monkeypatch):
     quantised_linears.check_names_later(model, config)
     assert calls == [] and model.load_weights(["a"]) == {"a", 1}
     assert model.load_weights(weights=["b"]) == {"b", 1} and calls == [(model, config)]
+
+
+def test_tensors_of_another_pipeline_stage_are_its_own(monkeypatch):
+    monkeypatch.setattr(utils, "_model_to_pp_missing_layer_names", {})
+    model = torch.nn.Module()
+    model.hf_to_vllm_mapper = utils.WeightsMapper(orig_to_new_prefix={"layers.": "model.layers."})
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList([utils.PPMissingLayer(), torch.nn.Linear(1, 1)])
+    for layer in range(2):
+        found = quantised_linears.Checkpoint.of_files({f"layers.{layer}.attn.wq_b.weight_scale": "a file"})
+        config = SimpleNamespace(quant_config=SimpleNamespace(dsv4_checkpoint=found))
+        if layer == 0:
+            quantised_linears.check_names(model, config)
+        else:
+            with pytest.raises(ValueError, match=r"holds layers\.1\.attn\.wq_b\.weight_scale, which is for no"):
+                quantised_linears.check_names(model, config)
 
 
 # ---------------------------------------------------------------- FlashInfer's CuTe DSL product

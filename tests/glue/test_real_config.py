@@ -181,6 +181,7 @@ def test_full_cache_is_chosen(answers, case, cache_dtype):
     assert layers["backend"] == "DeepseekV4FullCacheBackend"
     assert layers["padded_heads"] == 16
     assert layers["ours"] == MODELS[case[0]]["num_hidden_layers"]
+    assert set(layers["heads"]) == {16}  # as the warm-up has q
     assert layers["compressors"] == ([] if NAME_IS_OURS else ["vllm.dsv4_overlay.adapter"])
     assert not answer["cuda_initialized"]
 

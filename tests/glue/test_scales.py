@@ -79,6 +79,24 @@ def test_what_calibration_writes_reaches_the_layers(file, monkeypatch):
         assert 2 * kv <= 448 * layer.kv_scale < 4 * kv
 
 
+def test_a_layer_on_another_gpu_than_the_configuration_saw_is_refused(monkeypatch):
+    """As of a Ray worker on another host."""
+    config = verify(asked())
+    on_gpu(monkeypatch, DeviceCapability(8, 0))
+    with pytest.raises(ValueError, match=r"^FLASHINFER_MLA_SPARSE_DSV4 serves Hopper .* compute capability 8\.0;"):
+        layer_of(config, 0, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_have_the_scales_of_their_checkpoint_in_any_precision(tmp_path, monkeypatch, dtype):
+    tensors = {f"{scales.layer_prefix(number, MAIN)}.k_scale": torch.tensor(0.1, dtype=dtype) for number in AMAX}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = asked()
+    config.model_config.model = str(tmp_path)
+    model = torch.nn.ModuleList([layer_of(verify(config), number, monkeypatch) for number in range(MAIN)])
+    assert not list(scales.without_scales(model, tensors.items()))
+
+
 def test_a_file_that_is_measured_anew_is_read_anew(file):
     before = scales.load_scales(asked(file)).values
     calibrate.write(file, {layer: [4 * kv, q] for layer, (kv, q) in AMAX.items()}, MAIN, {"model": "m"})

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from test_config_contract import make, on_gpu, refusal, verify
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+from vllm.dsv4_overlay import transfer
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
@@ -135,6 +136,15 @@ def test_scales_make_a_difference(identity, tmp_path, monkeypatch):
     others = ([2.0, 1.0, 1.0, 1.0, 0.5], [1.0, 2.0, 1.0, 1.0, 0.25])
     others = [identity(server(tmp_path, values=values)) for values in others]
     assert len({one, some, *others, identity(server(tmp_path, "bfloat16"))}) == 5
+
+
+def test_the_order_in_which_scales_are_read_makes_none(tmp_path, monkeypatch):
+    """It is another in every process where the files of a checkpoint have them."""
+    asked = server(tmp_path, values=[1.0, 2.0, 1.0, 1.0, 0.5])
+    found, scales = transfer.cache_identity(asked), transfer.load_scales(asked)
+    turned = scales._replace(values=dict(reversed(scales.values.items())))
+    monkeypatch.setattr(transfer, "load_scales", lambda _: turned)
+    assert transfer.cache_identity(asked) == found
 
 
 def test_stock_identities_are_stock(tmp_path, monkeypatch):

@@ -709,6 +709,10 @@ def bytes_(*shape):
     return torch.zeros(shape, dtype=torch.uint8)
 
 
+def two_caches(**change):
+    return dict(extra_k_cache=bytes_(4, 64, 1, 656), extra_indices_in_kvcache=ints(2, 1, 9)) | change
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -741,6 +745,9 @@ def bytes_(*shape):
         (dict(extra_indices_in_kvcache=ints(2, 1, 64)), "extra_indices_in_kvcache is of an extra_k_cache"),
         (dict(extra_topk_length=ints(2)), "extra_topk_length is of an extra_k_cache"),
         (dict(extra_k_cache=bytes_(4, 64, 1, 584), extra_indices_in_kvcache=ints(2, 1, 9)), "extra_k_cache must"),
+        (two_caches(extra_topk_length=ints(3)), "extra_topk_length must be torch.int32 [2]"),
+        (two_caches(extra_topk_length=ints(2).long()), "extra_topk_length must be torch.int32 [2]"),
+        (two_caches(extra_indices_in_kvcache=ints(3, 1, 9)), "extra_indices_in_kvcache must be torch.int32"),
         (dict(topk_length=ints(2).to("meta")), "on q's device cpu, topk_length is on meta"),
         (dict(indices=ints(2, 1, 64).to("meta")), "on q's device cpu, indices is on meta"),
         (dict(provider="fastest"), "no provider 'fastest'"),

@@ -1,5 +1,8 @@
 """The indexer's scores and picks against the definition in float64, and against torch's own top-k."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from mla_kernels import indexer, sm90
@@ -299,6 +302,15 @@ def test_topk_in_a_graph_follows_lengths_and_scores(device):
         out.fill_(-7)
         graph.replay()
         assert torch.equal(picked, indexer.indexer_topk(scores, None, lengths, 512, provider="triton"))
+
+
+def test_rows_that_the_kernel_for_hopper_takes(monkeypatch):
+    """It refuses longer ones, as of a context of over a million tokens, which are Triton's."""
+    source = (Path(__file__).parents[2] / "csrc/topk.h").read_text()
+    columns, most = map(int, re.search(r"kTopKColumns = (\d+), kTopKMost = (\d+);", source).groups())
+    monkeypatch.setattr(sm90, "serves", lambda capability: True)
+    asked = ((columns, most), (columns + 1, 512), (512, most + 1))
+    assert [sm90.serves_topk(torch.empty(1, some, device="meta"), k) for some, k in asked] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,11 @@ def other_sources(clone):
     (clone / "csrc/insert.h").write_text("// edited\n")
 
 
+def other_interface(clone):
+    native = clone / LIBRARY.replace("lib/libmla_kernels.so", "native.py")
+    native.write_text(native.read_text().replace("\nINTERFACE = ", "\nINTERFACE = 9"))
+
+
 def no_build(clone):
     (clone / LIBRARY).write_bytes(b"\x7fELF\0")
 
@@ -144,6 +149,7 @@ def broken_pins(clone):
     [
         (no_library, "there is no native library, "),
         (other_sources, "was built from another csrc/ than "),
+        (other_interface, "was built from another csrc/ than "),
         (no_build, "does not say how it was built"),
         (broken_pins, "is not TOML"),
     ],

@@ -156,9 +156,9 @@ def without_scales(
         found = _NAME.search(name)
         if found is None:
             yield name, weight
-        elif found[0] in applied and float(weight) != applied[found[0]]:
+        elif (value := float(weight.float())) != applied.get(found[0], value):
             raise ValueError(
-                f"{found[0]} of these weights is {float(weight)}, and this server has "
+                f"{found[0]} of these weights is {value}, and this server has "
                 "been started with "
                 f"{applied[found[0]]}, which it keeps; start it with these weights, "
                 "or name a file of scales for "
