@@ -135,29 +135,33 @@ def test_death_at_every_step_of_the_recovery(engine, tmp_path, first):
     assert step > 5
 
 
-def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What is synced, renamed, made and removed, in this order, each with its path."""
+    calls, names, real_open = [], {}, os.open
+
+    def opened(path, *args, **kwargs):
+        fd = real_open(path, *args, **kwargs)
+        names[fd] = str(path)
+        return fd
+
+    def noted(real, what, at):
+        return lambda *args, **kwargs: (calls.append((what, str(args[at]))), real(*args, **kwargs))
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", names[fd])))
+    for name, what, at in (("replace", "rename", 1), ("unlink", "unlink", 0), ("mkdir", "mkdir", 0)):
+        monkeypatch.setattr(os, name, noted(getattr(os, name), what, at))
+    return calls
+
+
+def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, calls):
     """A power cut keeps only what was synced: contents before the journal, renames before its end.
 
     Not to be seen by killing a process, so this looks at the order of the calls.
     """
     tree = make_target(tmp_path / "t", "source")
-    calls = []
-    real = {name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink")}
-    names = {}
-
-    def opened(path, *args, **kwargs):
-        fd = real["open"](path, *args, **kwargs)
-        names[fd] = str(path)
-        return fd
-
-    monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", names[fd])))
-    monkeypatch.setattr(
-        os, "replace", lambda *a: (calls.append(("rename", str(a[1]))), real["replace"](*a))
-    )
-    monkeypatch.setattr(
-        os, "unlink", lambda path, **kwargs: (calls.append(("unlink", str(path))), real["unlink"](path, **kwargs))
-    )
+    calls.clear()
     engine.ok(tree)
     begin = calls.index(("rename", str(tree / transaction.JOURNAL)))
     end = calls.index(("rename", str(tree / transaction.RECORD)))
@@ -183,22 +187,12 @@ def test_the_disk_is_told_before_each_step_that_counts(engine, tmp_path, monkeyp
     assert calls[-1] == ("sync", str(tree / "vllm"))
 
 
-def test_new_folders_are_synced_where_they_are_listed(tmp_path, monkeypatch):
+def test_new_folders_are_synced_where_they_are_listed(tmp_path, calls):
     """Else a power cut could leave the record of an overlay without them."""
     overlay = {"main.py": b"import vllm.dsv4.deep.er.a\n", "deep/er/a.py": b""}
     overlay = {f"common/vllm/dsv4/{path}": data for path, data in overlay.items()}
     repo = make_repo(tmp_path / "r", patches={"one.patch": ["vllm/config.py", "vllm/tool.sh"]}, overlay=overlay)
-    tree, calls, names = make_target(tmp_path / "t", "source"), [], {}
-    real = {name: getattr(os, name) for name in ("open", "mkdir")}
-
-    def opened(path, *args, **kwargs):
-        fd = real["open"](path, *args, **kwargs)
-        names[fd] = str(path)
-        return fd
-
-    monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", names[fd])))
-    monkeypatch.setattr(os, "mkdir", lambda *a: (calls.append(("mkdir", str(a[0]))), real["mkdir"](*a)))
+    tree = make_target(tmp_path / "t", "source")
     Engine(repo).ok(tree)
     made = [(at, path) for at, (what, path) in enumerate(calls) if what == "mkdir"]
     made = [(at, path) for at, path in made if path.startswith(f"{tree}/vllm/dsv4")]

@@ -35,7 +35,7 @@ def _joined(
     if not (nope.is_cuda and rope.shape[-1]):  # vLLM's operator is for these alone
         return torch.cat(q, dim=-1)
     out = nope.new_empty(*nope.shape[:2], nope.shape[2] + rope.shape[2])
-    ops.concat_mla_q(nope, rope, out)  # faster than torch.cat
+    ops.concat_mla_q(nope, rope, out)  # as FLASHMLA_SPARSE joins them
     return out
 
 
