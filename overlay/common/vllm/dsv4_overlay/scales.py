@@ -156,7 +156,9 @@ def without_scales(
         found = _NAME.search(name)
         if found is None:
             yield name, weight
-        elif (value := float(weight.float())) != applied.get(found[0], value):
+        elif found[0] in applied and (
+            (value := float(weight.float())) != applied[found[0]]
+        ):
             raise ValueError(
                 f"{found[0]} of these weights is {value}, and this server has "
                 "been started with "
